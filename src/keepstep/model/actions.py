@@ -1,0 +1,67 @@
+"""Actions: what the mind orders. Each is idempotent, fenced by an epoch and named by a derived id.
+
+An agent that is given an action it has already carried out answers ``ActionDone`` at once; one that carries an
+epoch older than the newest it has accepted is refused with ``ActionFailed``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from keepstep.model.ids import ActionId, Epoch, JobId, NodeId, Rank, SlotId
+from keepstep.model.topology import Roster
+
+
+class Action(Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of all actions; ``node`` is the agent that has to carry it out."""
+
+    id: ActionId
+    job: JobId
+    epoch: Epoch
+    node: NodeId
+
+
+class Join(Action, frozen=True, kw_only=True):
+    """Bring this node into the roster's epoch.
+
+    The agent starts the processes of seats whose slot it does not have yet (``slot`` is chosen by the mind for a
+    cold start: ``r<rank>e<epoch>``), hands parked standbys their rank, passes the roster to survivors (which
+    abort their communicators first), and kills processes of the job that have no seat.
+    With mode ``restart`` every old worker process is killed before the new ones start.
+    """
+
+    roster: Roster
+
+
+class KillProcess(Action, frozen=True, kw_only=True):
+    """SIGKILL at once: the verdict stands, waiting would only cost the others time."""
+
+    slot: SlotId
+    why: str
+
+
+class KeepStandbys(Action, frozen=True, kw_only=True):
+    """Keep ``count`` warm processes parked on this node from now on, refilling after each use."""
+
+    count: int
+
+
+class StopJob(Action, frozen=True, kw_only=True):
+    """End the job on this node: SIGTERM, then SIGKILL after ``grace_s``; then leave with ``code``."""
+
+    code: int
+    why: str
+    grace_s: float = 10.0
+
+
+class InjectFault(Action, frozen=True, kw_only=True):
+    """Carry out a fault that a person asked for."""
+
+    fault: Literal["kill", "freeze", "node-loss", "store-loss", "exception", "slow"]
+    rank: Rank | None = None
+    seconds: float = 0.0
+
+
+AnyAction = Join | KillProcess | KeepStandbys | StopJob | InjectFault

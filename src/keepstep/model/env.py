@@ -1,0 +1,33 @@
+"""Environment variables between the agent and the processes it starts, and the layout of the node directory.
+
+``KEEPSTEP_SLOT`` being present is what makes ``keepstep.init`` talk to an agent; without it the same script runs
+under plain ``python`` or ``torchrun``.
+"""
+
+from __future__ import annotations
+
+JOB = "KEEPSTEP_JOB"
+NODE = "KEEPSTEP_NODE"
+SLOT = "KEEPSTEP_SLOT"
+NODE_DIR = "KEEPSTEP_NODE_DIR"
+"""Memory-backed directory of this node and job; everything below is relative to it."""
+RUN_DIR = "KEEPSTEP_RUN_DIR"
+"""Directory of the job on disk: log, losses, exit.json, per-rank output."""
+TOKEN_FILE = "KEEPSTEP_TOKEN_FILE"
+CONTROLLER = "KEEPSTEP_CONTROLLER"
+STATE_DIR = "KEEPSTEP_STATE_DIR"
+RUNTIME_DIR = "KEEPSTEP_RUNTIME_DIR"
+
+AGENT_SOCKET = "agent.sock"
+"""Unix stream socket, workers connect to it (frames of ``model.wire``)."""
+SHIM_SOCKET = "shim.sock"
+"""Unix stream socket of the process parent; the agent connects to it."""
+KEEPER_SOCKET = "keeper.sock"
+"""Unix datagram socket; a trainer says here that a new version is complete: b"<rank> <step>"."""
+BEAT_DIR = "beat"
+SNAP_DIR = "snap"
+"""``snap/rank<r>.<0|1>``: the two versions of each local rank's state, written by the trainer."""
+REPLICA_DIR = "replica"
+"""``replica/rank<r>.<0|1>``: versions of other nodes' ranks, written by the keeper."""
+LOSS_DIR = "steps"
+"""Below RUN_DIR: ``steps/rank<r>.jsonl``, one line per committed step: step, epoch, loss (hex float)."""

@@ -1,0 +1,168 @@
+"""Records: what the log holds, in the order it was observed, concluded and ordered.
+
+``Controller.decide`` turns a fact into records; ``Controller.evolve`` folds them. Nothing else changes state.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from keepstep.model.actions import AnyAction
+from keepstep.model.facts import AnyFact
+from keepstep.model.ids import IncidentId, JobId, Nanos, NodeId, Rank, SlotId
+from keepstep.model.topology import Roster
+
+SCHEMA = 1
+"""Version of the log's record schema. A reader refuses a log of a newer one; an older one is migrated."""
+
+JobState = Literal["PENDING", "STARTING", "RUNNING", "RECOVERING", "WAITING", "FINISHED", "FAILED", "STOPPED"]
+IncidentState = Literal["OPEN", "LOCATING", "DECIDED", "RECOVERING", "VERIFYING", "RESOLVED", "ESCALATED"]
+NodeState = Literal[
+    "HEALTHY",
+    "SUSPECT",
+    "TAINTED",
+    "DRAINING",
+    "QUARANTINED",
+    "REPAIRING",
+    "VERIFYING",
+    "PROBATION",
+    "RETIRED",
+]
+StandbyState = Literal["COLD", "CHECKING", "SLEEPING", "WAKING", "ACTIVE", "GONE"]
+Rung = Literal["in_process", "same_node", "replace_node", "restart_job", "requeue", "stop"]
+"""The restart ladder, lowest first. ``same_node`` is in-process recovery with a cold process on the same node."""
+Category = Literal["infrastructure", "user_code", "transient", "unknown"]
+
+
+class Record(Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of all records; ``at`` is the controller's clock when it decided."""
+
+    job: JobId
+    at: Nanos
+
+
+class Observed(Record, frozen=True, kw_only=True):
+    """The fact that led to the records after it."""
+
+    fact: AnyFact
+
+
+class JobMoved(Record, frozen=True, kw_only=True):
+    to: JobState
+    why: str
+    exit_code: int | None = None
+
+
+class NodeMoved(Record, frozen=True, kw_only=True):
+    node: NodeId
+    to: NodeState
+    why: str
+
+
+class StandbyMoved(Record, frozen=True, kw_only=True):
+    node: NodeId
+    slot: SlotId
+    to: StandbyState
+    why: str
+
+
+class IncidentOpened(Record, frozen=True, kw_only=True):
+    """Something is wrong. ``onset`` is the earliest evidence, ``at`` the moment of detection."""
+
+    incident: IncidentId
+    onset: Nanos
+    title: str
+
+
+class IncidentMoved(Record, frozen=True, kw_only=True):
+    incident: IncidentId
+    to: IncidentState
+    why: str
+
+
+class SuspectNamed(Record, frozen=True, kw_only=True):
+    """Who, how sure, and on what evidence (sequence-independent: the facts themselves, in words)."""
+
+    incident: IncidentId
+    category: Category
+    node: NodeId | None
+    ranks: tuple[Rank, ...]
+    probability: float
+    reason: str
+    evidence: tuple[str, ...]
+
+
+class PlanMade(Record, frozen=True, kw_only=True):
+    """What will be done and why, what else was thought of, and what being wrong would cost."""
+
+    incident: IncidentId
+    rung: Rung
+    attempt: int
+    reason: str
+    rejected: tuple[str, ...]
+    cost_if_wrong: str
+
+
+class EpochOpened(Record, frozen=True, kw_only=True):
+    """From this record on, older rosters are fenced off."""
+
+    roster: Roster
+
+
+class Ordered(Record, frozen=True, kw_only=True):
+    """An action to dispatch once this record is durable. The log is the outbox."""
+
+    action: AnyAction
+
+
+class DeadlineSet(Record, frozen=True, kw_only=True):
+    """Ask to be woken. A deadline is named, and setting it again replaces it; ``due`` 0 clears it."""
+
+    name: str
+    due: Nanos
+
+
+class IncidentMeasured(Record, frozen=True, kw_only=True):
+    """Phases and cost of a closed incident, in milliseconds where not said otherwise (METRICS in the docs)."""
+
+    incident: IncidentId
+    detect_ms: float
+    locate_ms: float
+    decide_ms: float
+    recover_ms: float
+    phases: dict[str, float]
+    survivors_kept: int
+    survivors_possible: int
+    steps_lost: int
+    replaced: tuple[Rank, ...]
+
+
+AnyRecord = (
+    Observed
+    | JobMoved
+    | NodeMoved
+    | StandbyMoved
+    | IncidentOpened
+    | IncidentMoved
+    | SuspectNamed
+    | PlanMade
+    | EpochOpened
+    | Ordered
+    | DeadlineSet
+    | IncidentMeasured
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
+
+
+def encode_record(record: AnyRecord) -> bytes:
+    return _encoder.encode(record)
+
+
+def decode_record(data: bytes) -> AnyRecord:
+    """Raises ``msgspec.ValidationError`` when ``data`` is not a record of this schema."""
+    return _decoder.decode(data)

@@ -1,0 +1,117 @@
+"""Who trains where: the roster of an epoch, and the job it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from keepstep.model.ids import Epoch, IncidentId, JobId, NodeId, Rank, SlotId
+
+JoinMode = Literal["fresh", "in_process", "restart"]
+"""How processes enter an epoch.
+
+``fresh``: first start, every process builds real groups in ``init``.
+``in_process``: survivors keep their processes and memory, newcomers take vacant ranks (needs the SDK).
+``restart``: every process of the job is stopped and started anew (torchrun's way; level 0, or the upper rungs).
+"""
+
+
+class JobSpec(Struct, frozen=True, kw_only=True):
+    """What the user asked for with ``keepstep run``; identical on every node of the job."""
+
+    job: JobId
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: int
+    standby_nodes: int = 0
+    standbys: int = 0
+    max_restarts: int = 3
+    user_retries: int = 1
+    hang_detect: str = "auto"
+    allow_inject: bool = False
+    snapshot_every: int = 1
+    join_timeout_s: float = 600.0
+    last_call_s: float = 30.0
+    role: str = "default"
+    command: tuple[str, ...] = ()
+
+
+class Member(Struct, frozen=True, kw_only=True):
+    """One rank's seat in a roster."""
+
+    rank: Rank
+    node: NodeId
+    slot: SlotId
+    local_rank: int
+    newcomer: bool = False
+    """True for a process that enters the job with this epoch and must be given the rank's state."""
+    replica_node: NodeId | None = None
+    """For a newcomer: the node whose keeper holds the newest replica of this rank's state."""
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """How to reach a node of the roster."""
+
+    node: NodeId
+    host: str
+    keeper_port: int
+    peer_port: int
+    buddy: NodeId | None = None
+    """Where this node's keeper sends its replicas; ``None`` when there is no other node."""
+
+
+class Roster(Struct, frozen=True, kw_only=True):
+    """The processes entitled to train in one epoch. Two different rosters never share an epoch and origin."""
+
+    job: JobId
+    epoch: Epoch
+    origin: str
+    """``controller`` or the id of the deputy node that opened the epoch."""
+    mode: JoinMode
+    world_size: int
+    members: tuple[Member, ...]
+    places: tuple[Place, ...]
+    store_host: str
+    store_port: int
+    """A store that no earlier epoch has used, so that no stale key can be read."""
+    attempt: int = 0
+    """How many whole-job restarts came before: torchrun's ``TORCHELASTIC_RESTART_COUNT``."""
+    incident: IncidentId | None = None
+    snapshot_every: int = 1
+
+    def seats_on(self, node: NodeId) -> tuple[Member, ...]:
+        return tuple(m for m in self.members if m.node == node)
+
+    def place(self, node: NodeId) -> Place | None:
+        return next((p for p in self.places if p.node == node), None)
+
+    def seat_of(self, rank: int) -> Member | None:
+        return next((m for m in self.members if m.rank == rank), None)
+
+    @property
+    def key(self) -> str:
+        """Store prefix of this roster; unlike the epoch alone it also tells apart two rival origins."""
+        return f"e{self.epoch}/{self.origin}"
+
+
+def buddies(nodes: Sequence[NodeId]) -> dict[NodeId, NodeId | None]:
+    """Give each node the next one in the ring as the home of its replicas (group placement, Gemini, SOSP '23).
+
+    Losing any one node then loses no state: every node's replica lives on another node.
+    """
+    if len(nodes) < 2:
+        return dict.fromkeys(nodes)
+    return {node: nodes[(i + 1) % len(nodes)] for i, node in enumerate(nodes)}
+
+
+def fold_ranks(ranks: Sequence[int]) -> str:
+    """``0-20,22-511`` for a set of ranks; ``-`` for none."""
+    out: list[str] = []
+    for rank in sorted(set(ranks)):
+        if out and int(out[-1].rsplit("-", 1)[-1]) == rank - 1:
+            out[-1] = f"{out[-1].split('-', 1)[0]}-{rank}"
+        else:
+            out.append(str(rank))
+    return ",".join(out) or "-"
