@@ -235,9 +235,7 @@ class Unpacker(Generic[T]):
         while len(self._buffer) >= 4:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > MAX_FRAME:
-                raise FrameError(
-                    f"frame of {length} bytes is above the limit of {MAX_FRAME}; not a keepstep peer?"
-                )
+                raise FrameError(f"frame of {length} bytes is above the limit of {MAX_FRAME}; not a keepstep peer?")
             if len(self._buffer) < 4 + length:
                 return
             body = bytes(self._buffer[4 : 4 + length])
