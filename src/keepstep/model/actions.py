@@ -10,7 +10,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from keepstep.model.ids import ActionId, Epoch, JobId, NodeId, Rank, SlotId
+from keepstep.model.ids import ActionId, Epoch, IncidentId, JobId, NodeId, Rank, SlotId
 from keepstep.model.topology import Roster
 
 
@@ -54,6 +54,11 @@ class StopJob(Action, frozen=True, kw_only=True):
     code: int
     why: str
     grace_s: float = 10.0
+    category: str = "none"
+    """``none`` (finished or stopped by a person), ``infrastructure``, ``user_code``, ``unknown``: for exit.json."""
+    incident: IncidentId | None = None
+    step: int = 0
+    """Last step that every rank had committed."""
 
 
 class InjectFault(Action, frozen=True, kw_only=True):
