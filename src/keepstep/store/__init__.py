@@ -1,1 +1,1 @@
-"""store."""
+"""Event logs: where a controller's records become durable."""
