@@ -9,6 +9,8 @@ from __future__ import annotations
 JOB = "KEEPSTEP_JOB"
 NODE = "KEEPSTEP_NODE"
 SLOT = "KEEPSTEP_SLOT"
+ROLE = "KEEPSTEP_ROLE"
+"""``standby`` for a warm process that parks in ``keepstep.init`` until it is given a rank; else ``worker``."""
 NODE_DIR = "KEEPSTEP_NODE_DIR"
 """Memory-backed directory of this node and job; everything below is relative to it."""
 RUN_DIR = "KEEPSTEP_RUN_DIR"
