@@ -162,7 +162,7 @@ class Cluster:
         """
         running = [n for n in self.nodes.values() if n.launcher.poll() is None]
         for node in running:
-            node.launcher.sendsend(signal.SIGTERM)
+            node.launcher.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + STOP_GRACE_S
         for node in running:
             try:

@@ -182,11 +182,8 @@ class Watch:
 def read_beat(node_dir: Path, slot: str) -> Beat | None:
     """The rank's heartbeat memory; ``None`` where there is none (yet, or any more)."""
     try:
-        with (
-            (node_dir / env.BEAT_DIR / slot).open("rb") as file,
-            mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ) as m,
-        ):
-            words = _BEAT.unpack(m[:SIZE])
+        with (node_dir / env.BEAT_DIR / slot).open("rb") as file:
+            words = _BEAT.unpack(file.read(SIZE))
     except (OSError, struct.error):
         return None
     if words[Word.LAYOUT] != LAYOUT:
