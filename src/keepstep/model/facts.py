@@ -111,6 +111,9 @@ class AgentDisconnected(Fact, frozen=True, kw_only=True):
     """The connection broke. The node may be gone, or only its agent; the lease decides."""
 
     why: str
+    ours: bool = False
+    """True when it was the controller that went away (it says so for every node its log shows as connected when it
+    starts again): proves nothing about the node, only the lease counts."""
 
 
 class LeaseExpired(Fact, frozen=True, kw_only=True):

@@ -125,6 +125,12 @@ class DeadlineSet(Record, frozen=True, kw_only=True):
     due: Nanos
 
 
+class Noted(Record, frozen=True, kw_only=True):
+    """A sentence for the reader that changes nothing: a request that was refused, a report that came too late."""
+
+    text: str
+
+
 class IncidentMeasured(Record, frozen=True, kw_only=True):
     """Phases and cost of a closed incident, in milliseconds where not said otherwise (METRICS in the docs)."""
 
@@ -152,6 +158,7 @@ AnyRecord = (
     | EpochOpened
     | Ordered
     | DeadlineSet
+    | Noted
     | IncidentMeasured
 )
 
