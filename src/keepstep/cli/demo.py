@@ -1,4 +1,4 @@
-"""``keepstep demo``: train on four pretended nodes, break them one way after the other, and prove that nothing was lost.
+"""``keepstep demo``: train on four pretended nodes, break them in every way we know, and prove that nothing was lost.
 
 First an undisturbed run, then the same run under faults, then a script with a bug of its own. The proof is the last
 line: every loss of every rank equals the undisturbed run's, bit for bit. No GPU, no root, no network.
