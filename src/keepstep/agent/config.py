@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from keepstep.model.topology import JobSpec
 
@@ -38,7 +38,7 @@ class Output(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     log_dir: str
-    console: dict[str, int] = {"*": 3}
+    console: dict[str, int] = field(default_factory=lambda: {"*": 3})
     local_ranks_filter: tuple[int, ...] = ()
 
 
@@ -59,6 +59,8 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         controller_patience_s: how long a reported fault may wait for an order before the agents help themselves.
         controller_wait_s: how long a finished node waits for an absent controller's word before it leaves by itself.
         orphan_grace_s: how long the shim waits for an agent before it ends everything.
+        services: helpers that this node runs: ``store`` (rendezvous) and ``keeper`` (snapshots).
+        warm: what the fork server imports before it forks: ``torch`` and friends, or ``none``.
     """
 
     spec: JobSpec
@@ -80,3 +82,5 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     controller_patience_s: float = 5.0
     controller_wait_s: float = 60.0
     orphan_grace_s: float = 60.0
+    services: tuple[Literal["store", "keeper"], ...] = ("store", "keeper")
+    warm: Literal["torch", "none"] = "torch"
