@@ -1,0 +1,34 @@
+"""The first lines of a job: what runs where, what is watched, what is not, and the next command.
+
+A newcomer's worst surprise is a watchdog that never watched. So what is *not* watched is said, and said first.
+"""
+
+from __future__ import annotations
+
+from keepstep.cli.home import Home
+from keepstep.cli.plan import Plan
+from keepstep.cli.say import plural, say
+
+
+def announce(plan: Plan, home: Home) -> None:
+    """The first lines: what runs where, what is watched, what is not, and the next command."""
+    assert home.address is not None
+    nodes = f"{plan.min_nodes}:{plan.max_nodes}" if plan.min_nodes != plan.max_nodes else str(plan.max_nodes)
+    world = f"{nodes} {'node' if nodes == '1' else 'nodes'} x {plan.nproc} ranks"
+    spare = (
+        f"{plural(plan.standbys, 'warm standby')} per node".replace("standbys", "standbies")
+        if plan.standbys
+        else "no standby"
+    )
+    say(f"job {home.job}, node {home.node}: {world}, {spare}, {plural(plan.standby_nodes, 'spare node')}")
+    where = f"{home.address.host}:{home.address.agent_port}"
+    hosted = f"hosted here, pid {home.controller.pid}" if home.controller else "on another launcher"
+    say(f"controller {where} ({hosted}); log, output and losses in {home.run_dir}")
+    limit = {"auto": "by each rank's own step times", "off": ""}.get(plan.hang_detect, f"after {plan.hang_detect}")
+    silence = f"; ranks that go silent {limit}, once the script uses keepstep.init" if limit else ""
+    say(f"watched: processes that end or stand still{silence}")
+    blind = "" if limit else "ranks that go silent (--hang-detect off); "
+    say(f"NOT watched: {blind}scripts without keepstep.init that hang; devices, links, wrong numbers")
+    if not plan.snapshot_every:
+        say("NOT protected: --snapshot-every 0 keeps no state in memory, so a lost rank costs a restart of the job")
+    say("next: `keepstep status` in another terminal")

@@ -1,0 +1,238 @@
+"""The command line of ``keepstep run`` is torchrun's, and the words that were given become the plan that was meant."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+
+import pytest
+
+from keepstep.cli import flags
+from keepstep.cli.errors import DoorError, PreflightError, UsageError
+from keepstep.cli.plan import Endpoint, Plan, console, make_plan, parse_endpoint
+from keepstep.model import exits
+
+THEIRS_BY_ENVIRONMENT = ("PET_NNODES", "PET_MAX_RESTARTS", "PET_STANDALONE")
+
+
+def torchruns_parser() -> argparse.ArgumentParser:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser()
+
+
+def plan_of(*argv: str, environ: dict[str, str] | None = None) -> Plan:
+    return make_plan(flags.parse(argv, environ or {}))
+
+
+def refused(kind: type[DoorError], *argv: str, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(kind) as caught:
+        plan_of(*argv, environ=environ)
+    return caught.value.paragraph()
+
+
+class TestParity:
+    """Against the parser of the installed torch, so that a newer torch shows up here."""
+
+    def test_every_option_of_torchrun_is_accepted_under_the_same_names(self) -> None:
+        """Each spelling torchrun has leads to the same destination here, with a value or without."""
+        ours = {name: action for action in flags.build_parser()._actions for name in action.option_strings}
+        for action in torchruns_parser()._actions:
+            for name in action.option_strings:
+                assert name in ours, f"torchrun accepts {name}, keepstep run does not"
+                assert ours[name].dest == action.dest, name
+                assert (ours[name].nargs == 0) == (action.nargs == 0), f"{name} takes a value in only one of the two"
+
+    def test_types_and_choices_are_torchruns(self) -> None:
+        """A value torchrun understands is understood here."""
+        ours = {action.dest: action for action in flags.build_parser()._actions}
+        for action in torchruns_parser()._actions:
+            mine = ours[action.dest]
+            if action.choices is not None:
+                assert mine.choices is not None
+                assert set(action.choices) <= set(mine.choices), action.dest
+            if action.type in (int, float):
+                assert mine.type is action.type, action.dest
+
+    def test_defaults_are_torchruns_but_for_a_named_list(self) -> None:
+        """Where a default differs, the difference is written down in one place."""
+        ours = {action.dest: action.default for action in flags.build_parser()._actions}
+        for action in torchruns_parser()._actions:
+            if action.dest in flags.DIFFERENT_DEFAULTS:
+                assert ours[action.dest] == flags.DIFFERENT_DEFAULTS[action.dest]
+            elif action.nargs == 0 and action.dest != "help":
+                assert bool(ours[action.dest]) == bool(action.default), action.dest
+            elif action.dest not in ("help", "training_script", "training_script_args"):
+                assert ours[action.dest] == action.default, action.dest
+
+    @pytest.mark.parametrize(
+        "argv",
+        [
+            ["--nproc_per_node=4", "train.py", "--lr", "0.1"],
+            ["--nproc-per-node", "4", "train.py", "--nproc-per-node", "9", "-m"],
+            [
+                "--nnodes",
+                "2:3",
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv_endpoint",
+                "h:1",
+                "--rdzv-id",
+                "x",
+                "-m",
+                "pkg.mod",
+                "-h",
+            ],
+            ["--node-r", "1", "--nnodes", "2", "--master-a", "h", "--master_p", "77", "t.py"],
+            ["--standal", "--no-python", "./prog", "--", "-x"],
+            ["-r", "3", "-t", "0:1,1:2", "--log_dir", "/x", "--local_ranks_filter=0,1", "t.py"],
+            ["--signals-to-handle", "SIGUSR1", "--run-path", "/abs/t.py"],
+            ["--duplicate-stdout-filters", "a,,b,c", "t.py"],
+            ["--", "t.py", "--x"],
+        ],
+    )
+    def test_the_same_words_mean_the_same(self, argv: list[str]) -> None:
+        """Both parsers, given the same words (abbreviations, both spellings, script's flags), agree on every value."""
+        theirs, ours = vars(torchruns_parser().parse_args(argv)), vars(flags.parse(argv, {}))
+        for name, value in theirs.items():
+            if name in flags.DIFFERENT_DEFAULTS and name not in ours["given"]:
+                continue
+            assert ours[name] == value or (not ours[name] and not value), name
+
+    def test_environment_defaults(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """PET_* sets a default, a flag beats it, and a switch is set by 1 and cleared by 0."""
+        environ = {"PET_NNODES": "3", "PET_MAX_RESTARTS": "7", "PET_STANDALONE": "0", "PET_NODE_RANK": "1"}
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        theirs, ours = vars(torchruns_parser().parse_args(["t.py"])), vars(flags.parse(["t.py"], environ))
+        assert {n: ours[n] for n in ("nnodes", "max_restarts", "standalone", "node_rank")} == {
+            n: theirs[n] for n in ("nnodes", "max_restarts", "standalone", "node_rank")
+        }
+        assert flags.parse(["--nnodes", "2", "t.py"], environ).nnodes == "2"
+        assert "PET_MAX_RESTARTS='many'" in refused(UsageError, "t.py", environ={"PET_MAX_RESTARTS": "many"})
+
+    def test_our_flags_leave_torchruns_abbreviations_alone(self) -> None:
+        """``--stand`` is --standalone as in torchrun, although --standby and --standbys begin like it."""
+        assert flags.parse(["--stand", "t.py"], {}).standalone
+        assert flags.parse(["--standbys", "2", "t.py"], {}).standbys == 2
+        assert flags.parse(["--allow-i", "t.py"], {}).allow_inject
+
+
+class TestPlan:
+    """The judgement on the words."""
+
+    def test_one_node_needs_no_endpoint(self) -> None:
+        """A plain command is a job of one node whose controller takes free ports; others are remarked on."""
+        assert plan_of("t.py").alone
+        plan = plan_of("--master-port", "1234", "t.py")
+        assert plan.alone
+        assert any("--master-port has no effect" in line for line in plan.remarks)
+
+    def test_endpoints_of_several_nodes(self) -> None:
+        """Static rendezvous means --master-addr and --master-port, c10d --rdzv-endpoint, with torchrun's ports."""
+        assert plan_of("--nnodes", "2", "--master-addr", "n0", "t.py").endpoint == Endpoint("n0", 29500)
+        assert plan_of("--nnodes", "2", "--master-addr", "n0", "--master-port", "7", "t.py").endpoint == Endpoint(
+            "n0", 7
+        )
+        c10d = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint")
+        assert plan_of(*c10d, "n0", "t.py").endpoint == Endpoint("n0", 29400)
+        assert plan_of(*c10d, "[fd00::1]:5", "t.py").endpoint == Endpoint("fd00::1", 5)
+        assert plan_of("--standby-nodes", "1", "t.py").endpoint == Endpoint("127.0.0.1", 29500)
+        assert plan_of("--controller", "c:9", "t.py").hosts == "never"
+
+    def test_a_standby_node_has_no_number(self) -> None:
+        """torchrun scripts give each node a number; a spare one is numbered by the controller when it steps in."""
+        argv = ("--nnodes", "2", "--node-rank", "2", "--standby-nodes", "1", "--standby", "t.py")
+        assert plan_of(*argv).node_rank is None
+        assert plan_of("--nnodes", "2", "--node-rank", "1", "t.py").node_rank == 1
+
+    def test_rendezvous_configuration(self) -> None:
+        """join_timeout and last_call_timeout carry over; a misspelt key is remarked on, with the right one."""
+        plan = plan_of("--rdzv-conf", "join_timeout=5,last_call_timeout=2,join_timout=3", "t.py")
+        assert (plan.join_timeout_s, plan.last_call_s) == (5.0, 2.0)
+        assert any("did you mean join_timeout?" in line for line in plan.remarks)
+
+    def test_flags_without_effect_are_said_not_refused(self) -> None:
+        """Each torchrun flag that does nothing here costs one line, and only when it was given."""
+        plan = plan_of("--numa-binding", "node", "--shutdown-timeout", "3", "--start-method", "fork", "t.py")
+        assert len(plan.remarks) == 3
+        assert not plan_of("t.py").remarks
+
+    def test_console_is_what_torchrun_would_show(self) -> None:
+        """--redirects takes a stream away from the console, --tee gives it back."""
+        assert console("0", "0") == {"*": 3}
+        assert console("3", "0") == {"*": 0}
+        assert console("3", "1") == {"*": 1}
+        assert console("0:3,1:1", "0:2") == {"*": 3, "0": 2, "1": 2}
+
+    def test_program_kinds(self) -> None:
+        """The forms of torchrun; --run-path takes precedence over --no-python."""
+        assert plan_of("t.py", "-m").program.args == ("-m",)
+        assert plan_of("-m", "pkg.mod").program.kind == "module"
+        assert plan_of("--no-python", "prog").program.kind == "executable"
+        assert plan_of("--run-path", "--no-python", "/t.py").program.kind == "run_path"
+
+    def test_signals(self) -> None:
+        """Names become signals, without duplicates."""
+        assert plan_of("--signals-to-handle", "SIGTERM,SIGUSR1,SIGTERM", "t.py").signals == (
+            signal.SIGTERM,
+            signal.SIGUSR1,
+        )
+
+    def test_ipv6_and_hosts(self) -> None:
+        """Endpoints in all forms people write."""
+        assert parse_endpoint("host:1", 9, "-") == Endpoint("host", 1)
+        assert parse_endpoint(":1", 9, "-") == Endpoint("localhost", 1)
+        assert parse_endpoint("[::1]", 9, "-") == Endpoint("::1", 9)
+        assert str(Endpoint("::1", 9)) == "[::1]:9"
+
+
+BAD_USAGE = [
+    (["--nprocs", "2", "t.py"], "did you mean"),
+    (["--max-restarts", "-1", "t.py"], "--max-restarts -1"),
+    (["--max-restarts", "x", "t.py"], "invalid int value: 'x'"),
+    (["--nnodes", "2:1", "t.py"], "MIN <= MAX"),
+    (["--nnodes", "two", "t.py"], "neither N nor MIN:MAX"),
+    (["--rdzv-conf", "join_timeout", "t.py"], "not KEY=VALUE"),
+    (["--rdzv-conf", "join_timeout=soon", "t.py"], "not a number of seconds"),
+    (["--rdzv-backend", "etcd", "t.py"], "is not available"),
+    (["--controller", "host", "t.py"], "has no port"),
+    (["--nnodes", "2", "--rdzv-endpoint", "h:99999", "t.py"], "not HOST:PORT"),
+    (["--nnodes", "2", "--rdzv-endpoint", "h:0", "t.py"], "port 0"),
+    (["--hang-detect", "soon", "t.py"], "not auto, off or a duration"),
+    (["--redirects", "7", "t.py"], "--redirects '7'"),
+    (["--local-ranks-filter", "a", "t.py"], "not a list of numbers"),
+    (["--signals-to-handle", "SIGTRM", "t.py"], "did you mean SIGTERM?"),
+    (["--signals-to-handle", "SIGKILL", "t.py"], "cannot be handled"),
+    (["--no-python", "-m", "t"], "exclude each other"),
+    (["--monitor-interval", "0", "t.py"], "--monitor-interval 0"),
+    (["--job", "a/b", "t.py"], "is not a name"),
+    (["--start", "sideways", "t.py"], "invalid choice"),
+    ([], "no training script given"),
+]
+
+BAD_WORLDS = [
+    (["--nproc-per-node", "0", "t.py"], "no ranks"),
+    (["--standby-nodes", "2", "t.py"], "larger than --nnodes 1"),
+    (["--standalone", "--nnodes", "2", "t.py"], "can never be met"),
+    (["--nnodes", "2", "--node-rank", "2", "t.py"], "outside of --nnodes"),
+]
+
+
+@pytest.mark.parametrize(("argv", "words"), BAD_USAGE)
+def test_wrong_words_are_refused_in_one_paragraph(argv: list[str], words: str) -> None:
+    """Each wrong flag names itself and its value, and the error carries exit code 64."""
+    paragraph = refused(UsageError, *argv)
+    assert words in paragraph
+    assert len(paragraph.splitlines()) <= 2
+    assert UsageError.code == exits.BAD_USAGE
+
+
+@pytest.mark.parametrize(("argv", "words"), BAD_WORLDS)
+def test_worlds_that_cannot_be_are_refused(argv: list[str], words: str) -> None:
+    """Flags that are fine one by one but ask for an impossible world: exit code 66."""
+    paragraph = refused(PreflightError, *argv)
+    assert words in paragraph
+    assert "help: " in paragraph
