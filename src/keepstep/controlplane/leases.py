@@ -1,0 +1,120 @@
+"""Who has been heard of lately: a table in memory that turns heartbeats into edges.
+
+Heartbeats never reach the mind or the log. What does are the moments at which something changes: a connection broke,
+a lease ran out (once), a node speaks again. The table has no clock and no timer; its owner passes monotonic seconds
+and asks when to look next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from keepstep.model.ids import JobId, NodeId
+
+RETURN_GRACE_S = 2.0
+"""After a restart of the controller: how long an agent of the log may take to connect before it counts as
+disconnected. Agents try at least once a second."""
+
+
+class NodeKey(NamedTuple):
+    """A node of a job; the same host may serve several jobs under one name."""
+
+    job: JobId
+    node: NodeId
+
+
+class Contact(Enum):
+    ALIVE = "alive"
+    EXPECTED = "expected"
+    """Was connected to the controller's predecessor and has not come back yet."""
+    BROKEN = "broken"
+    EXPIRED = "expired"
+
+
+class Expired(NamedTuple):
+    key: NodeKey
+    silent_s: float
+
+
+@dataclass
+class _Lease:
+    heard: float
+    contact: Contact
+
+
+class LeaseTable:
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._leases: dict[NodeKey, _Lease] = {}
+
+    def expect(self, key: NodeKey, now: float, contact: Contact = Contact.EXPECTED) -> None:
+        """Start from what the log says about a node: its lease runs anew from ``now``."""
+        self._leases[key] = _Lease(now, contact)
+
+    def heard(self, key: NodeKey, now: float) -> bool:
+        """Note a sign of life; True when the node had been given up or its connection had broken."""
+        lease = self._leases.get(key)
+        if lease is None:
+            self._leases[key] = _Lease(now, Contact.ALIVE)
+            return False
+        renewed = lease.contact in (Contact.BROKEN, Contact.EXPIRED)
+        lease.heard, lease.contact = now, Contact.ALIVE
+        return renewed
+
+    def broken(self, key: NodeKey) -> bool:
+        """Note a lost connection; True when that is news. The lease runs on from the last sign of life."""
+        lease = self._leases.get(key)
+        if lease is None or lease.contact is not Contact.ALIVE:
+            return False
+        lease.contact = Contact.BROKEN
+        return True
+
+    def forget(self, key: NodeKey) -> None:
+        """The node left in good order, or its job ended: no longer anybody's concern."""
+        self._leases.pop(key, None)
+
+    def forget_job(self, job: JobId) -> None:
+        for key in [key for key in self._leases if key.job == job]:
+            del self._leases[key]
+
+    def missing(self, now: float) -> list[NodeKey]:
+        """Nodes of the log that did not come back in time; each is returned once."""
+        gone = [k for k, lease in self._leases.items() if _is_missing(lease, now)]
+        for key in gone:
+            self._leases[key].contact = Contact.BROKEN
+        return gone
+
+    def expired(self, now: float) -> list[Expired]:
+        """Leases that have run out; each is returned once."""
+        out = []
+        for key, lease in self._leases.items():
+            if lease.contact is not Contact.EXPIRED and now - lease.heard >= self._lease_s:
+                lease.contact = Contact.EXPIRED
+                out.append(Expired(key, now - lease.heard))
+        return out
+
+    def next_look(self) -> float | None:
+        """The monotonic second at which ``missing`` or ``expired`` can next have something to say."""
+        dues = []
+        for lease in self._leases.values():
+            if lease.contact is Contact.EXPECTED:
+                dues.append(lease.heard + min(RETURN_GRACE_S, self._lease_s))
+            elif lease.contact is not Contact.EXPIRED:
+                dues.append(lease.heard + self._lease_s)
+        return min(dues, default=None)
+
+    def forgive(self, now: float) -> None:
+        """We ourselves were asleep (stopped, starved): the silence was ours, so all leases run anew."""
+        for lease in self._leases.values():
+            if lease.contact is not Contact.EXPIRED:
+                lease.heard = now
+
+    def contact(self, key: NodeKey) -> Contact | None:
+        lease = self._leases.get(key)
+        return lease.contact if lease else None
+
+
+def _is_missing(lease: _Lease, now: float) -> bool:
+    return lease.contact is Contact.EXPECTED and now - lease.heard >= RETURN_GRACE_S
