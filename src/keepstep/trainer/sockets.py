@@ -50,7 +50,7 @@ def has_timeout(milliseconds: int) -> Callable[[socket.socket], bool]:
 
     def check(sock: socket.socket) -> bool:
         seconds, micros = _TIMEVAL.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.size))
-        return 0 <= seconds * 1000 + micros // 1000 - milliseconds <= slack_ms
+        return bool(0 <= seconds * 1000 + micros // 1000 - milliseconds <= slack_ms)
 
     return check
 
