@@ -85,7 +85,10 @@ WORDS = {
     "KEEPSTEP_NODE": "Set for workers: the name of their node.",
     "KEEPSTEP_SLOT": "Set for workers: the name of their process place; its presence makes `keepstep.init` talk to an agent.",
     "KEEPSTEP_TOKEN_FILE": "File with the bearer token, where one is needed.",
-    "KEEPSTEP_CONTROLLER": "Address of the controller.",
+    "KEEPSTEP_CONTROLLER": "Address of the controller for agents, HOST:PORT; default of `keepstep run --controller`.",
+    "KEEPSTEP_CONTROLLER_URL": "HTTP address of the controller for people and tools; default of `--server`.",
+    "KEEPSTEP_NODE_DIR": "Set for workers: memory-backed directory of their node and job.",
+    "KEEPSTEP_RUN_DIR": "Set for workers: directory of the job on disk.",
     "KEEPSTEP_STATE_DIR": "Where runs are kept on disk: event log, output, losses. Default: `$XDG_STATE_HOME/keepstep`, else `~/.local/state/keepstep`.",
     "KEEPSTEP_RUNTIME_DIR": "Memory-backed directory for sockets and snapshots. Default: `/dev/shm/keepstep-<uid>`.",
     "KEEPSTEP_ROLE": "Set for workers: `worker`, or `standby` for a process that waits in `keepstep.init` for a rank.",
@@ -93,6 +96,11 @@ WORDS = {
 
 
 def own_words(name: str) -> str:
+    from keepstep.cli.flags import build_parser
+
+    for action in build_parser()._actions:
+        if name not in WORDS and getattr(action, "variable", "") == name:
+            return f"Default of `keepstep run {action.option_strings[0]}`: {cell(action.help or '')}."
     if name not in WORDS:
         raise SystemExit(
             f"environment variable {name} is read by the code but not described: add it to WORDS in {__file__}"
@@ -139,8 +147,10 @@ def limits() -> list[tuple[str, str, str, str]]:
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
         module = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
+        if module.startswith("keepstep.cli.demo"):
+            continue
         for name, value, text in constants_of_text(path.read_text()):
-            if pattern.search(name) and not name.startswith("__") and re.fullmatch(r"[\d._ *+<()-]+", value):
+            if pattern.search(name) and not name.startswith("_") and re.fullmatch(r"[\d._ *+<()-]+", value):
                 found.append((module, name, value, text))
     return found
 

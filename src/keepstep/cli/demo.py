@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         PreflightError: it cannot run here.
     """
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     if importlib.util.find_spec("torch") is None:
         raise PreflightError(
             "the demo trains a model, and torch is not installed", help="pip install 'keepstep[torch]'"
@@ -256,7 +256,7 @@ def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in names and not k.startswith(outer)}
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     ask = argparse.ArgumentParser(prog="keepstep demo", description=__doc__)
     ask.add_argument("--json", action="store_true", help="only the report, as one JSON object on stdout")
     ask.add_argument("--steps", type=int, default=STEPS, help=f"steps to train ({STEPS})")
