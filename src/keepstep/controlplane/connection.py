@@ -14,6 +14,7 @@ from typing import Protocol, cast
 import structlog
 
 from keepstep.controlplane.leases import NodeKey
+from keepstep.model import exits
 from keepstep.model.actions import AnyAction
 from keepstep.model.wire import (
     Acked,
@@ -31,6 +32,8 @@ from keepstep.model.wire import (
 HELLO_TIMEOUT_S = 5.0
 HELLO_BYTES = 256 * 1024
 """A connection that has sent this much without a complete hello is not an agent's."""
+REFUSED_LINGER_S = 1.0
+"""How long an agent that was refused may take to read why and to hang up itself."""
 OUTGOING_LIMIT = 8 * 1024 * 1024
 """Bytes that may wait for an agent to read them; one roster of 50,000 ranks is about as long."""
 
@@ -61,8 +64,9 @@ class AgentConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._unpacker: Unpacker[AgentHello | Reports] = Unpacker(AgentToController)
         self._held: deque[Reports] = deque()
-        self._hello_timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._before_hello = 0
+        self._refused = False
         self._why = "connection closed by the agent"
 
     # ------------------------------------------------------------ from asyncio
@@ -74,9 +78,11 @@ class AgentConnection(asyncio.Protocol):
             self._transport.abort()
             return
         loop = asyncio.get_running_loop()
-        self._hello_timer = loop.call_later(HELLO_TIMEOUT_S, self.drop, f"no hello within {HELLO_TIMEOUT_S} s")
+        self._timer = loop.call_later(HELLO_TIMEOUT_S, self.drop, f"no hello within {HELLO_TIMEOUT_S} s")
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         try:
             if self.key is None:
                 self._before_hello += len(data)
@@ -84,12 +90,13 @@ class AgentConnection(asyncio.Protocol):
                     raise FrameError(f"no complete hello within {HELLO_BYTES} bytes; not an agent?")
             for frame in self._unpacker.feed(data):
                 self._frame(frame)
-                if self._transport is None or self._transport.is_closing():
+                if self._refused or self._transport is None or self._transport.is_closing():
                     return
         except FrameError as error:
             if self.key is None:
-                self.refuse(str(error), code=65)
-            self.drop(str(error))
+                self.refuse(str(error), code=exits.BAD_CONFIG)
+            else:
+                self.drop(str(error))
 
     def eof_received(self) -> bool:
         return False
@@ -107,12 +114,19 @@ class AgentConnection(asyncio.Protocol):
         self._cancel_timer()
 
     def refuse(self, why: str, *, code: int) -> None:
-        """Say why, and hang up."""
+        """Say why, and hang up.
+
+        Only our half of the connection is closed at once. Closing all of it while the peer still sends would make the
+        kernel reset it, and a reset discards the very sentence on its way (RFC 1122, 4.2.2.13).
+        """
         log.warning("agent refused", peer=self.peer, why=why, code=code)
-        self.send(Refused(why=why, code=code))
         self._why = f"refused: {why}"
-        if self._transport is not None:
-            self._transport.close()
+        self.send(Refused(why=why, code=code))
+        self._refused = True
+        self._cancel_timer()
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write_eof()
+            self._timer = asyncio.get_running_loop().call_later(REFUSED_LINGER_S, self.drop, self._why)
 
     def drop(self, why: str) -> None:
         """Hang up at once; whatever was still to be sent is repeated when the agent reconnects."""
@@ -129,7 +143,7 @@ class AgentConnection(asyncio.Protocol):
 
     def send(self, frame: Frame) -> None:
         transport = self._transport
-        if transport is None or transport.is_closing():
+        if transport is None or transport.is_closing() or self._refused:
             return
         transport.write(pack(frame))
         waiting = transport.get_write_buffer_size()
@@ -164,9 +178,9 @@ class AgentConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _cancel_timer(self) -> None:
-        if self._hello_timer is not None:
-            self._hello_timer.cancel()
-            self._hello_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 def _show_peer(name: object) -> str:
