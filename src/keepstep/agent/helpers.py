@@ -1,0 +1,152 @@
+"""The node's helpers: keeper and rendezvous store, started, found again, and started again when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+
+from keepstep.agent.exceptions import SpawnRefused
+from keepstep.agent.node import Node
+from keepstep.agent.programs import Programs
+from keepstep.agent.slots import Role, Slot
+from keepstep.model.facts import StoreLost, StoreReady
+from keepstep.model.topology import Roster
+
+STORE_SOCKET = "store.sock"
+FIRST_RETRY_S = 0.1
+LAST_RETRY_S = 10.0
+CONNECT_RETRY_S = 0.02
+STORE_START_S = 120.0
+"""Importing torch on a loaded machine takes this long at worst."""
+KEEPER_START_S = 10.0
+"""How long the first word to the controller waits for the keeper's port."""
+
+
+class Helpers:
+    def __init__(self, node: Node, programs: Programs) -> None:
+        self._node = node
+        self._programs = programs
+        self._delays: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._store_writer: asyncio.StreamWriter | None = None
+        self._store_task: asyncio.Task[None] | None = None
+        self._unused = 0
+        self.stopping = False
+        self.on_keeper_port: Callable[[], None] = lambda: None
+        programs.on_helper_gone = self._gone
+
+    def start(self) -> None:
+        """Start what this node shall run and does not yet (a former agent may have left it running)."""
+        for role in self._node.config.services:
+            found = next((s for s in self._node.table if s.role == role), None)
+            if found is None:
+                self._start_later(role, 0.0)
+            elif role == "store":
+                self._attach_store()
+        if not any(s.role == "store" for s in self._node.table) and self._node.table.stores:
+            self._store_lost("the store process is gone")
+
+    async def keeper_ready(self) -> None:
+        """Wait for the keeper's port, bounded: without it this node only cannot hold replicas for others."""
+        if "keeper" not in self._node.config.services:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KEEPER_START_S):
+                while not self._node.keeper_port:
+                    await asyncio.sleep(CONNECT_RETRY_S)
+
+    @property
+    def unused_store(self) -> int:
+        """Port of a store that no epoch has used; 0 while there is none."""
+        return self._unused
+
+    def used(self, roster: Roster) -> None:
+        """If the roster's store is ours, have the next one made."""
+        if roster.store_host == self._node.config.host and roster.store_port == self._unused:
+            self._unused = 0
+            self._node.table.stores = []
+            self._tell_store({"op": "use", "port": roster.store_port})
+
+    # ------------------------------------------------------------ starting
+
+    def _gone(self, slot: Slot) -> None:
+        if self.stopping:
+            return
+        if slot.role == "store":
+            self._store_lost("the store process ended")
+        delay = self._delays.get(slot.role, 0.0)
+        if delay:
+            self._node.say(f"the {slot.role} ended again; next start in {delay:g} s; its output is in {slot.err}")
+        self._start_later(slot.role, delay)
+
+    def _start_later(self, role: Role, delay: float) -> None:
+        self._delays[role] = min(LAST_RETRY_S, max(FIRST_RETRY_S, delay * 2))
+        task = asyncio.get_running_loop().create_task(self._start(role, delay))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _start(self, role: Role, delay: float) -> None:
+        await asyncio.sleep(delay)
+        if self.stopping:
+            return
+        config = self._node.config
+        place = ["--node-dir", config.node_dir, "--host", config.host]
+        try:
+            if role == "store":
+                await self._programs.start_helper(role, "keepstep.agent.rendezvous_torch", place, fork=True)
+                self._attach_store()
+            else:
+                place += ["--token-file", config.token_file]
+                await self._programs.start_helper(role, "keepstep.agent.keeper", place, fork=False)
+                await self.keeper_ready()
+                self.on_keeper_port()
+        except SpawnRefused as error:
+            self._node.say(f"the {role} could not be started: {error}")
+            self._start_later(role, self._delays[role])
+
+    # ------------------------------------------------------------ store
+
+    def _attach_store(self) -> None:
+        if self._store_task is None or self._store_task.done():
+            self._store_task = asyncio.get_running_loop().create_task(self._listen_to_store())
+
+    async def _listen_to_store(self) -> None:
+        path = str(self._node.dir / STORE_SOCKET)
+        deadline = asyncio.get_running_loop().time() + STORE_START_S
+        while asyncio.get_running_loop().time() < deadline:
+            try:
+                reader, self._store_writer = await asyncio.open_unix_connection(path)
+            except OSError:
+                await asyncio.sleep(CONNECT_RETRY_S)
+                continue
+            self._tell_store({"op": "list"})
+            with contextlib.suppress(OSError, ValueError):
+                while line := await reader.readline():
+                    self._store_ready(json.loads(line)["unused"])
+                    self._delays["store"] = 0.0
+            self._store_writer.close()
+            self._store_writer = None
+            return
+        self._node.say(f"the store did not open {path} within {STORE_START_S:g} s")
+
+    def _store_ready(self, port: int) -> None:
+        roster = self._node.roster
+        if roster is not None and roster.store_host == self._node.config.host and roster.store_port == port:
+            self._tell_store({"op": "use", "port": port})
+            return
+        self._unused = port
+        if port not in self._node.table.stores:
+            self._node.table.stores = [port]
+            self._node.report(StoreReady, host=self._node.config.host, port=port)
+
+    def _store_lost(self, why: str) -> None:
+        self._unused = 0
+        if self._node.table.stores:
+            self._node.table.stores = []
+            self._node.report(StoreLost, why=why)
+
+    def _tell_store(self, message: dict[str, object]) -> None:
+        if self._store_writer is not None:
+            self._store_writer.write(json.dumps(message).encode() + b"\n")
