@@ -16,9 +16,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from keepstep.cli.client import Api
 from keepstep.cli.demo_proc import free_port, holds_socket, is_fork_of, listening_inode, memory_root, send, words_of
 from keepstep.cli.demo_watch import Beat, Watch, read_beat
 from keepstep.cli.dirs import node_dir
@@ -238,6 +240,14 @@ class Cluster:
             raise LookupError(f"rank {rank} of job {self.job} has no process yet")
         return beat.pid
 
+    def slots(self, node: str) -> list[dict[str, Any]]:
+        """The agent's own list of its processes: role, pid, rank."""
+        try:
+            found: dict[str, dict[str, Any]] = json.loads((self.node_dir(node) / "slots.json").read_bytes())["slots"]
+        except (OSError, ValueError, KeyError):
+            return []
+        return list(found.values())
+
     def tail(self, lines: int = 12) -> str:
         """The last lines of every node's output, for error messages."""
         out = []
@@ -265,9 +275,6 @@ class Cluster:
         pid = self.pid_of(rank)
         send(pid, signal.SIGSTOP)
         return f"kill -STOP {pid} (rank {rank} on {self.node_of(rank)})"
-
-    def thaw_rank(self, pid: int) -> None:
-        send(pid, signal.SIGCONT)
 
     def lose_node(self, name: str) -> str:
         """As a power cut would: every process of the node at once, and its memory."""
@@ -309,6 +316,13 @@ class Cluster:
             return int(json.loads((self.run_dir / "controller.json").read_bytes())["pid"])
         except (OSError, ValueError, KeyError) as error:
             raise LookupError(f"no controller.json in {self.run_dir}: {error}") from error
+
+    def pause_rank(self, rank: int, seconds: float) -> str:
+        """Let a rank sleep inside its next step; the job must have been started with ``--allow-inject``."""
+        address = json.loads((self.run_dir / "controller.json").read_bytes())
+        body = {"fault": "slow", "rank": rank, "seconds": seconds, "by": "rehearsal"}
+        Api(address["host"], int(address["http_port"])).post("jobs", self.job, "inject", body=body)
+        return f"rank {rank} sleeps for {seconds:g} s"
 
     def kill_store(self) -> str:
         """Kill the process that serves the rendezvous store of the newest roster.

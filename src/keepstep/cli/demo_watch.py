@@ -15,7 +15,15 @@ import msgspec
 
 from keepstep.model import env
 from keepstep.model.beat import LAYOUT, SIZE, WORDS, Word
-from keepstep.model.facts import AgentJoined, RankAdvanced, RankResumed, RecoveredLocally, StandbyGone, StandbyReady
+from keepstep.model.facts import (
+    AgentJoined,
+    RankAdvanced,
+    RankJoined,
+    RankResumed,
+    RecoveredLocally,
+    StandbyGone,
+    StandbyReady,
+)
 from keepstep.model.ids import Nanos, NodeId, SlotId
 from keepstep.model.records import (
     EpochOpened,
@@ -78,6 +86,7 @@ class Watch:
         self.incidents: dict[str, Incident] = {}
         self.joined: set[NodeId] = set()
         self.parked: dict[SlotId, NodeId] = {}
+        self.joins: dict[int, set[int]] = {}
         self.resumed: dict[int, set[int]] = {}
         self.advanced: dict[int, set[int]] = {}
         self.entries = 0
@@ -146,6 +155,8 @@ class Watch:
                 self.parked.setdefault(fact.slot, fact.node)
             case StandbyGone():
                 self.parked.pop(fact.slot, None)
+            case RankJoined():
+                self.joins.setdefault(fact.epoch, set()).add(fact.rank)
             case RankResumed():
                 self.resumed.setdefault(fact.epoch, set()).add(fact.rank)
             case RankAdvanced():
