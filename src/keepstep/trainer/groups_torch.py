@@ -197,9 +197,10 @@ class Groups:
         """Connect the members of a new epoch and use that from now on, inside the same ProcessGroup objects.
 
         Args:
-            key: prefix in the store that no other epoch uses.
+            key: prefix in the store that no other epoch, and no earlier attempt of this process, has used.
             limit_s: how long members may take to come.
-            aborts: the value of ``aborts`` when the epoch was chosen; an abort since then ends this at once.
+            aborts: the value of ``aborts`` read before the epoch was chosen; an abort since then ends this at once.
+                Whoever announces an epoch calls ``abort`` first and publishes the epoch second.
 
         Returns:
             Milliseconds per phase: ``settle``, ``store``, each group by name, ``total``.
@@ -212,6 +213,8 @@ class Groups:
         began = time.monotonic()
         seen = self._aborts if aborts is None else aborts
         self._check_rebuildable(rank, world_size)
+        if self._aborts != seen:  # before anything of this epoch is touched
+            raise GroupsAborted(f"building communicators for {key} was ended by a newer abort")
         if not self._stand_in and self._why is None:
             self.abort("rebuild")
             seen += 1
