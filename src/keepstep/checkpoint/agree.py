@@ -13,7 +13,7 @@ from msgspec import Struct
 from keepstep.checkpoint.slot import Version
 
 Source = Literal["live", "local", "peer", "replica"]
-_PAIRS = 7
+_PAIRS = 5
 ROW = 2 * _PAIRS + 1
 """Integers per rank."""
 
@@ -24,14 +24,12 @@ class Holdings(Struct, frozen=True, kw_only=True):
     Attributes:
         live: the version its own memory holds exactly, with its private part at hand; ``None`` when half-done.
         full: complete versions in this node's memory.
-        private: private parts (buffers, random state, data position) in this node's memory.
         peer: complete versions of this rank at another node's keeper.
         replicated: parameters and optimizer state are the same on all ranks.
     """
 
     live: Version | None = None
     full: tuple[Version, ...] = ()
-    private: tuple[Version, ...] = ()
     peer: tuple[Version, ...] = ()
     replicated: bool = False
 
@@ -40,7 +38,6 @@ class Holdings(Struct, frozen=True, kw_only=True):
         for group, room in (
             ((self.live,) if self.live else (), 1),
             (self.full, 2),
-            (self.private, 2),
             (self.peer, 2),
         ):
             padded: list[Version | None] = [*group, *[None] * room][:room]
@@ -56,9 +53,7 @@ class Holdings(Struct, frozen=True, kw_only=True):
         def some(start: int, end: int) -> tuple[Version, ...]:
             return tuple(version for version in pairs[start:end] if version is not None)
 
-        return cls(
-            live=pairs[0], full=some(1, 3), private=some(3, 5), peer=some(5, 7), replicated=bool(row[2 * _PAIRS])
-        )
+        return cls(live=pairs[0], full=some(1, 3), peer=some(3, 5), replicated=bool(row[2 * _PAIRS]))
 
     def all(self) -> frozenset[Version]:
         """Versions from which this rank alone can be brought back whole."""

@@ -1,0 +1,119 @@
+"""The trainer SDK: ``ks = keepstep.init()``, ``ks.register(...)``, ``for step in ks.steps(total): with step: ...``.
+
+The same lines run under ``keepstep run`` (a lost rank is replaced while this process lives on), under ``torchrun``,
+and alone; where nobody could replace a rank they only count.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from keepstep import __version__
+from keepstep.model import env
+from keepstep.model.beat import Phase
+from keepstep.trainer.exceptions import StepMisused
+from keepstep.trainer.steps import PlainLoop, Step
+
+if TYPE_CHECKING:
+    import torch
+
+    from keepstep.trainer.join_torch import Identity
+    from keepstep.trainer.session_torch import Session
+
+_PHASES = {
+    "evaluation": Phase.EVALUATION,
+    "checkpoint": Phase.CHECKPOINT,
+    "compile": Phase.COMPILE,
+    "setup": Phase.SETUP,
+    "other": Phase.OTHER,
+}
+_made: Keepstep | None = None
+
+
+class Keepstep:
+    """This process's place in the job. Made by ``keepstep.init``."""
+
+    def __init__(self, who: Identity, session: Session | None) -> None:
+        import torch
+
+        self.rank: int = who.rank
+        self.local_rank: int = who.local_rank
+        self.world_size: int = who.world_size
+        self.device: torch.device = torch.device(who.device)
+        self.level: int = 2 if session is not None else 0
+        """2: a lost rank is replaced while this process lives on. 0: nobody watches, the loop only counts."""
+        self._session = session
+        self._looping = False
+
+    def register(self, *, replicated: bool | None = None, **objects: Any) -> None:
+        """Name what training changes: models, optimizers, schedulers, scalers, data, anything with a ``state_dict``.
+
+        Args:
+            replicated: whether parameters and optimizer state are the same on all ranks, so that any rank's copy
+                serves all. ``None``: yes for DistributedDataParallel without a sharded optimizer, else no.
+            objects: each may also be a list of such objects.
+        """
+        if self._looping:
+            raise StepMisused("register() comes before ks.steps(): a newcomer could not know what was added later")
+        if self._session is not None:
+            self._session.state.register(objects, replicated)
+
+    def steps(self, total: int, *, start: int = 0) -> Iterator[Step]:
+        """Yield the steps ``start`` to ``total - 1``; goes round again from the common step after a recovery.
+
+        Args:
+            start: where a script that has loaded its own checkpoint begins.
+        """
+        if self._looping:
+            raise StepMisused("ks.steps() is already in use; one loop per process")
+        if not 0 <= start <= total:
+            raise StepMisused(f"ks.steps({total}, start={start}): start must lie between 0 and {total}")
+        self._looping = True
+        if self._session is None:
+            return PlainLoop(total, start).run()
+        from keepstep.trainer.loop_torch import Loop
+
+        return Loop(self._session, total, start).run()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say what the rank is doing when it is not a step: hang limits are wider for ``evaluation`` and the like."""
+        if name not in _PHASES:
+            raise StepMisused(f"phase {name!r} is not known; choose one of {', '.join(_PHASES)}")
+        if self._session is None:
+            yield
+            return
+        beat = self._session.beat
+        before = beat.current
+        beat.phase(_PHASES[name])
+        try:
+            yield
+        finally:
+            beat.phase(before)
+
+
+def init(*, timeout: float | timedelta | None = None) -> Keepstep:
+    """Join the job and make the process groups; call it once, before the model is built.
+
+    Args:
+        timeout: of collectives, in seconds; torch's default where ``None``. It is only the last resort here: a broken
+            collective is ended as soon as the fault is known.
+    """
+    global _made
+    if _made is not None:
+        return _made
+    limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+    if env.SLOT in os.environ:
+        from keepstep.trainer.session_torch import join
+
+        session = join(__version__, limit)
+        _made = Keepstep(session.who, session)
+    else:
+        from keepstep.trainer.join_torch import join_plain
+
+        _made = Keepstep(join_plain(limit), None)
+    return _made

@@ -1,0 +1,68 @@
+"""Heartbeat of the trainer: stores into mapped memory that the agent reads. No system call, no lock."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from time import monotonic_ns
+
+from keepstep.model.beat import LAYOUT, SIZE, Phase, Word
+
+
+class Beat:
+    """The words of one slot. Without a path it is private memory: the same code then runs under no agent."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._memory = mmap.mmap(-1, SIZE) if path is None else _map(path)
+        self._words = memoryview(self._memory).cast("q")
+        self._words[Word.PID] = os.getpid()
+        self.phase(Phase.SETUP)
+        self._words[Word.LAYOUT] = LAYOUT
+
+    def phase(self, phase: Phase) -> None:
+        self._words[Word.PHASE] = phase
+        self._words[Word.BEAT_NS] = monotonic_ns()
+
+    @property
+    def current(self) -> Phase:
+        return Phase(self._words[Word.PHASE])
+
+    def epoch(self, epoch: int, step: int) -> None:
+        """A new epoch begins: step times are not measured across it."""
+        self._words[Word.EPOCH] = epoch
+        self._words[Word.STEP] = step
+        self._words[Word.STEP_NS] = 0
+        self._words[Word.COMMIT_NS] = 0
+        self._words[Word.BEAT_NS] = monotonic_ns()
+
+    def commit(self, step: int) -> None:
+        words, now = self._words, monotonic_ns()
+        before = words[Word.COMMIT_NS]
+        words[Word.STEP_NS] = now - before if before else 0
+        words[Word.COMMIT_NS] = now
+        words[Word.STEP] = step
+        words[Word.BEAT_NS] = now
+
+    def collective(self, started: int, finished: int) -> None:
+        words = self._words
+        words[Word.STARTED] = started
+        words[Word.FINISHED] = finished
+        words[Word.BEAT_NS] = monotonic_ns()
+
+    def freed(self) -> None:
+        """The main thread is out of its collective after an abort."""
+        self._words[Word.ABORT_NS] = monotonic_ns()
+        self._words[Word.BEAT_NS] = self._words[Word.ABORT_NS]
+
+
+def _map(path: Path) -> mmap.mmap:
+    """The agent has made the file; a worker that is older than its directory makes it again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if os.fstat(fd).st_size < SIZE:
+            os.posix_fallocate(fd, 0, SIZE)
+        return mmap.mmap(fd, SIZE)
+    finally:
+        os.close(fd)

@@ -1,0 +1,91 @@
+"""Join: which rank this process is, on which device, and its first process groups.
+
+Under an agent the roster says so; under torchrun its environment does; alone the world has one member. The same
+script runs in all three.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+from msgspec import Struct
+from torch import distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
+
+from keepstep.model.topology import Member, Roster
+from keepstep.trainer.groups_torch import GROUPS, Groups
+
+STORE_CONNECT_S = 60.0
+
+
+class Identity(Struct, frozen=True, kw_only=True):
+    """Who this process is."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: str
+
+
+def join_roster(roster: Roster, seat: Member, *, stand_in: bool, timeout: timedelta | None) -> tuple[Identity, Groups]:
+    """Take the seat: environment, device, groups (real ones, or stand-ins until the loop begins)."""
+    os.environ.update(environment(roster, seat))
+    device = pick_device(seat.local_rank)
+    store = None
+    if not stand_in:
+        limit = timeout or timedelta(seconds=STORE_CONNECT_S)
+        store = TCPStore(roster.store_host, roster.store_port, is_master=False, wait_for_workers=False, timeout=limit)
+    GROUPS.start(
+        rank=seat.rank,
+        world_size=roster.world_size,
+        store=store,
+        key=roster.key,
+        stand_in=stand_in,
+        device="cuda" if device.type == "cuda" else "cpu",
+        timeout=timeout,
+    )
+    who = Identity(rank=seat.rank, local_rank=seat.local_rank, world_size=roster.world_size, device=str(device))
+    return who, GROUPS
+
+
+def join_plain(timeout: timedelta | None) -> Identity:
+    """Without an agent: torchrun's environment where it is set, else alone."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = pick_device(local_rank)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    return Identity(rank=dist.get_rank(), local_rank=local_rank, world_size=dist.get_world_size(), device=str(device))
+
+
+def environment(roster: Roster, seat: Member) -> dict[str, str]:
+    """What torchrun would have set for this seat; a parked process learns it only now."""
+    nodes = [place.node for place in roster.places]
+    neighbours = roster.seats_on(seat.node)
+    return {
+        "RANK": str(seat.rank),
+        "LOCAL_RANK": str(seat.local_rank),
+        "WORLD_SIZE": str(roster.world_size),
+        "LOCAL_WORLD_SIZE": str(len(neighbours)),
+        "GROUP_RANK": str(nodes.index(seat.node) if seat.node in nodes else 0),
+        "GROUP_WORLD_SIZE": str(len(nodes)),
+        "ROLE_RANK": str(seat.rank),
+        "ROLE_WORLD_SIZE": str(roster.world_size),
+        "MASTER_ADDR": roster.store_host,
+        "MASTER_PORT": str(roster.store_port),
+        "TORCHELASTIC_RESTART_COUNT": str(roster.attempt),
+    }
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """The accelerator of this local rank, made current; CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,266 @@
+"""Recovery: from rebuilt communicators to a common, restored step.
+
+All ranks show what they hold, come to the same plan, and put the state back: from their own memory, from the file
+their predecessor left on this node, from another node's keeper, or from a live replica. A holder that turns out to be
+damaged is left out and the ranks agree again.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch import distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from keepstep.checkpoint import agree
+from keepstep.checkpoint.agree import Holdings, Plan
+from keepstep.checkpoint.exceptions import CheckpointError
+from keepstep.checkpoint.peers import PeerClient
+from keepstep.checkpoint.slot import Description, TensorEntry, Version
+from keepstep.model.topology import Member, Place, Roster
+from keepstep.trainer.exceptions import CannotResume, StateMismatch
+from keepstep.trainer.frameworks_torch import adopt_ddp_layout, ddp_layout
+from keepstep.trainer.snapshots_torch import Snapshots
+from keepstep.trainer.state_torch import Live, State
+
+MAX_ROUNDS = 4
+"""How often ranks may agree anew because a holder turned out to be damaged."""
+LAYOUT_WAIT_S = 30.0
+STORE_CONNECT_S = 5.0
+POLL_S = 0.003
+TELLERS = 4
+"""Survivors that tell DDP's bucket order; several, because one of them may itself still be on its way in."""
+
+
+class Found(Struct, frozen=True, kw_only=True):
+    """Where the ranks have met. ``version`` is ``None`` when nobody held anything all could use."""
+
+    version: Version | None
+    newest: int
+    source: str
+    why: str = ""
+
+
+class Restorer:
+    """Brings this rank's registered state to the step that all ranks agree on.
+
+    Args:
+        stop: true when a newer epoch waits; long waits then end early.
+    """
+
+    def __init__(
+        self, state: State, snapshots: Snapshots, token: str, snap_dir: Path, stop: Callable[[], bool]
+    ) -> None:
+        self._state, self._snapshots, self._token = state, snapshots, token
+        self._snap_dir, self._stop = snap_dir, stop
+        self.agree_ms = 0.0
+        """How long the last ``meet`` took to agree."""
+
+    def meet(self, roster: Roster, rank: int, live: Version | None, *, newcomer: bool) -> Found:
+        """Agree and restore; collective over all ranks of the (rebuilt) world.
+
+        Args:
+            live: the last commit of this process; ``None`` for one that has none.
+            newcomer: this process has nothing of its own and looks at other nodes' keepers too.
+        """
+        began = time.monotonic()
+        holders = self._peers(roster, rank) if newcomer else {}
+        dropped: set[Version] = set()
+        for _ in range(MAX_ROUNDS):
+            rows = self._exchange(self._holdings(live, holders, dropped), roster.world_size, rank)
+            plan = agree.choose(rows)
+            self.agree_ms = (time.monotonic() - began) * 1e3
+            if plan is None:
+                return Found(version=None, newest=0, source="initial", why=agree.explain(rows))
+            problem = self._restore(plan, roster, rank, holders)
+            if _everybody(problem is None):
+                self._snapshots.forget_after(plan.version)
+                return Found(version=plan.version, newest=plan.newest, source=plan.sources[rank])
+            if problem is not None:
+                print(f"keepstep: rank {rank}: {problem}; asking the next holder", file=sys.stderr, flush=True)
+                dropped.add(plan.version)
+        raise CannotResume(f"no holder of a common step could be read in {MAX_ROUNDS} rounds")
+
+    # ---------------------------------------------------------------- what there is
+
+    def _holdings(self, live: Version | None, holders: dict[Version, PeerClient], dropped: set[Version]) -> Holdings:
+        clean = live if live is not None and self._state.clean and live in self._snapshots.private() else None
+        return Holdings(
+            live=clean,
+            full=tuple(v for v in self._snapshots.full() if v not in dropped),
+            peer=tuple(v for v in sorted(holders, reverse=True) if v not in dropped)[:2],
+            replicated=self._state.replicated,
+        )
+
+    def _peers(self, roster: Roster, rank: int) -> dict[Version, PeerClient]:
+        """Versions of this rank at other nodes' keepers. A keeper that does not answer holds nothing."""
+        seat = roster.seat_of(rank)
+        assert seat is not None
+        found: dict[Version, PeerClient] = {}
+        for place in _likely_holders(roster, seat):
+            client = PeerClient(
+                host=place.host,
+                port=place.keeper_port,
+                job=roster.job,
+                token=self._token,
+                epoch=roster.epoch,
+                key=roster.key,
+                stop=self._stop,
+            )
+            try:
+                for version in client.have(rank):
+                    found.setdefault(version, client)
+            except CheckpointError as error:
+                if seat.replica_node == place.node:
+                    print(f"keepstep: rank {rank}: {error}", file=sys.stderr, flush=True)
+            if found and seat.replica_node == place.node:
+                break
+        return found
+
+    def _exchange(self, mine: Holdings, world_size: int, rank: int) -> list[Holdings]:
+        rows = torch.zeros(world_size, agree.ROW, dtype=torch.int64)
+        rows[rank] = torch.tensor(mine.to_row(), dtype=torch.int64)
+        dist.all_reduce(rows)
+        return [Holdings.from_row(row) for row in rows.tolist()]
+
+    # ---------------------------------------------------------------- putting it back
+
+    def _restore(self, plan: Plan, roster: Roster, rank: int, holders: dict[Version, PeerClient]) -> str | None:
+        """Returns what went wrong on this rank, if anything; takes part in the replica broadcast in any case."""
+        source, version, problem = plan.sources[rank], plan.version, None
+        try:
+            if source == "peer":
+                holders[version].fetch(rank, version, self._snap_dir)
+            if source != "replica":
+                self._snapshots.load(self._state, version, shards=source != "live")
+        except (CheckpointError, StateMismatch, KeyError, OSError) as error:
+            problem = f"step {version.step} could not be restored ({source}): {error}"
+        if plan.root >= 0 and _everybody(problem is None):
+            self._share(plan, rank)
+        return problem
+
+    def _share(self, plan: Plan, rank: int) -> None:
+        """The root hands its parameters and optimizer state to the ranks that have none."""
+        root, receives = plan.root, plan.sources[rank] == "replica"
+        description: Description | None = None
+        if rank == root:
+            description = _describe(self._state)
+        data = _share_bytes(msgspec.msgpack.encode(description) if description else b"", root)
+        shared = msgspec.msgpack.decode(data, type=Description)
+        lives = {live.name: live for live in [*self._state.shards(), *self._state.buffers()]}
+        device = _device(self._state)
+        arrived: dict[str, torch.Tensor] = {}
+        for entry in shared.tensors:
+            if rank == root:
+                tensor = lives[entry.name].tensor.to(device).contiguous()
+            else:
+                tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
+            if tensor.numel():
+                dist.broadcast(tensor, src=root)
+            if receives:
+                arrived[entry.name] = tensor
+        if receives:
+            self._adopt(shared, arrived, plan.version)
+
+    def _adopt(self, shared: Description, arrived: dict[str, torch.Tensor], version: Version) -> None:
+        """Shards from the replica; buffers and random state from this rank's own private part where it survived."""
+        self._state.put_shards(shared.tensors, lambda entry: arrived[entry.name], shared.plain)
+        if version in self._snapshots.private():
+            self._snapshots.load(self._state, version, shards=False)
+            return
+        self._state.put_back(
+            tuple(e for e in shared.tensors if e.name[0] == "b"), lambda e: arrived[e.name], shared.plain, shards=False
+        )
+        print(
+            f"keepstep: the random state of this rank at step {version.step} was lost with its node; dropout and the "
+            f"like go on with another sequence (snapshots on another node would have kept it)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+class Layouts:
+    """DDP's bucket order, handed from survivors to newcomers while these still stand in for the others."""
+
+    def __init__(self, state: State, stop: Callable[[], bool]) -> None:
+        self._modules, self._stop = state.ddp(), stop
+
+    def exchange(self, roster: Roster, rank: int, *, newcomer: bool) -> None:
+        if not self._modules:
+            return
+        survivors = sorted(member.rank for member in roster.members if not member.newcomer)
+        if not newcomer and rank not in survivors[:TELLERS]:
+            return
+        client = TCPStore(
+            roster.store_host,
+            roster.store_port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=STORE_CONNECT_S),
+        )
+        key = f"{roster.key}/keepstep/ddp"
+        if not newcomer:
+            client.set(key, msgspec.json.encode([ddp_layout(module) for module in self._modules]).decode())
+            return
+        deadline = time.monotonic() + LAYOUT_WAIT_S
+        while not client.check([key]):
+            if self._stop() or time.monotonic() > deadline:
+                raise TimeoutError(f"no survivor has told DDP's bucket order within {LAYOUT_WAIT_S:g} s")
+            time.sleep(POLL_S)
+        layouts = msgspec.json.decode(client.get(key))
+        for module, layout in zip(self._modules, layouts, strict=True):
+            adopt_ddp_layout(module, layout)
+
+
+# -------------------------------------------------------------------- helpers
+
+
+def everybody_is_here() -> None:
+    """A tiny all-reduce: nobody goes on before all have come, and it ends with an error when somebody is gone."""
+    _everybody(True)
+
+
+def _everybody(good: bool) -> bool:
+    count = torch.tensor([0 if good else 1], dtype=torch.int64)
+    dist.all_reduce(count)
+    return int(count) == 0
+
+
+def _likely_holders(roster: Roster, seat: Member) -> list[Place]:
+    """The keeper named by the roster first; any other node may hold a copy from an earlier placement."""
+    others = [place for place in roster.places if place.node != seat.node and place.keeper_port]
+    return sorted(others, key=lambda place: place.node != seat.replica_node)
+
+
+def _device(state: State) -> torch.device:
+    for module in state.modules.values():
+        for parameter in module.parameters():
+            return parameter.device
+    return torch.device("cpu")
+
+
+def _entry(live: Live) -> TensorEntry:
+    tensor = live.tensor
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorEntry(live.name, dtype, tuple(tensor.shape), 0, tensor.nbytes, live.like, tensor.device.type)
+
+
+def _describe(state: State) -> Description:
+    lives = [*state.shards(), *state.buffers()]
+    return Description(tensors=tuple(_entry(live) for live in lives), plain=state.plain(with_random=False))
+
+
+def _share_bytes(data: bytes, root: int) -> bytes:
+    size = torch.tensor([len(data)], dtype=torch.int64)
+    dist.broadcast(size, src=root)
+    buffer = bytearray(data) if data else bytearray(int(size))
+    tensor = torch.frombuffer(buffer, dtype=torch.uint8)
+    dist.broadcast(tensor, src=root)
+    return bytes(buffer)

@@ -1,0 +1,358 @@
+"""State: what makes a rank's training state, read and put back in place.
+
+Tensors are parameters, buffers and the optimizers' own; everything else (hyper-parameters, schedulers, random states,
+data position) is small and plain. Parameters and optimizer tensors are looked at as their local shard.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from keepstep.checkpoint.slot import TensorEntry
+from keepstep.trainer.exceptions import StateMismatch, StateNotPlain, StepMisused
+from keepstep.trainer.plain_torch import decode_plain, encode_plain
+
+Read = Callable[[TensorEntry], Tensor]
+
+
+class Live(NamedTuple):
+    """One tensor of the running process; ``like`` says how a newcomer makes it."""
+
+    name: str
+    tensor: Tensor
+    like: str
+
+
+class State:
+    """The registered objects. ``bind`` is called once, when the loop starts and everything is built."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, Optimizer] = {}
+        self.others: dict[str, Any] = {}
+        self.touched = False
+        """An optimizer has begun a step since the last commit: parameters may be half-done."""
+        self._replicated: bool | None = None
+        self._parameters: list[Live] = []
+        self._shards: list[Live] = []
+        self._shard_sources: list[tuple[dict[Any, Any], Any, Any]] = []
+        self._bound: list[tuple[str, Tensor]] = []
+        self._pointers: list[int] = []
+        self._provable = False
+
+    # ---------------------------------------------------------------- registration
+
+    def register(self, objects: Mapping[str, Any], replicated: bool | None) -> None:
+        if replicated is not None:
+            self._replicated = replicated
+        for name, value in objects.items():
+            several = isinstance(value, (list, tuple)) and not hasattr(value, "state_dict")
+            for key, item in [(f"{name}{i}", v) for i, v in enumerate(value)] if several else [(name, value)]:
+                self._add(key, item)
+
+    def _add(self, name: str, item: Any) -> None:
+        if name in self.modules or name in self.optimizers or name in self.others:
+            raise StepMisused(f"register({name}=...): {name!r} is registered already; use another name")
+        if isinstance(item, nn.Module):
+            self.modules[name] = item
+        elif isinstance(item, Optimizer):
+            self.optimizers[name] = item
+        elif callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None)):
+            self.others[name] = item
+        else:
+            raise StepMisused(
+                f"register({name}=...): a {type(item).__name__} has no state_dict() and load_state_dict(), so it could "
+                f"not be rolled back; give it both, or leave it out if it holds no state"
+            )
+
+    @property
+    def replicated(self) -> bool:
+        """Whether any rank's parameters and optimizer state serve all ranks."""
+        if self._replicated is not None:
+            return self._replicated
+        sharded = any(type(o).__name__ == "ZeroRedundancyOptimizer" for o in self.optimizers.values())
+        return bool(self.ddp()) and not sharded
+
+    def ddp(self) -> list[DistributedDataParallel]:
+        return [
+            module
+            for root in self.modules.values()
+            for module in root.modules()
+            if isinstance(module, DistributedDataParallel)
+        ]
+
+    def bind(self) -> None:
+        """Remember the parameters (they keep their identity from here on) and watch the optimizers."""
+        self._bound = [
+            (f"p/{name}/{key}", parameter)
+            for name, module in self.modules.items()
+            for key, parameter in module.named_parameters()
+        ]
+        self._parameters = [Live(name, _local(parameter), "param") for name, parameter in self._bound]
+        self._pointers = [live.tensor.data_ptr() for live in self._parameters]
+        optimised = {id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
+        trained = {id(p) for m in self.modules.values() for p in m.parameters() if p.requires_grad}
+        self._provable = trained <= optimised
+        for optimizer in self.optimizers.values():
+            optimizer.register_step_pre_hook(self._touch)
+
+    def _touch(self, *_: Any) -> None:
+        self.touched = True
+
+    @property
+    def clean(self) -> bool:
+        """Parameters and optimizers are exactly as at the last commit: no optimizer has begun a step since.
+
+        A trained parameter that no registered optimizer owns is changed by means we cannot see: then never.
+        """
+        return self._provable and not self.touched
+
+    # ---------------------------------------------------------------- reading
+
+    def shards(self) -> list[Live]:
+        """Parameters and optimizer tensors. The same list object as long as nothing was replaced."""
+        if self._pointers != [_raw(parameter).data_ptr() for _, parameter in self._bound]:
+            self._parameters = [Live(name, _local(parameter), "param") for name, parameter in self._bound]
+            self._pointers = [live.tensor.data_ptr() for live in self._parameters]
+            self._shards = []
+        for holder, key, tensor in self._shard_sources:
+            if holder.get(key) is not tensor:
+                break
+        else:
+            if self._shards and self._count() == len(self._shard_sources):
+                return self._shards
+        sources: list[tuple[dict[Any, Any], Any, Any]] = []
+        found = list(self._parameters)
+        for name, optimizer in self.optimizers.items():
+            for path, parameter, values in _states(optimizer):
+                for key, value in values.items():
+                    sources.append((values, key, value))
+                    if isinstance(value, Tensor):
+                        found.append(
+                            Live(f"o/{name}/{path}/{key}", _local(value), _likeness(value, parameter, name, key))
+                        )
+        self._shards, self._shard_sources = found, sources
+        return found
+
+    def _count(self) -> int:
+        return sum(len(values) for o in self.optimizers.values() for values in o.state.values())
+
+    def buffers(self) -> list[Live]:
+        return [
+            Live(f"b/{name}/{key}", _local(buffer), "buffer")
+            for name, module in self.modules.items()
+            for key, buffer in module.named_buffers()
+        ]
+
+    def plain(self, *, with_random: bool = True) -> bytes:
+        """Everything that is not a tensor of its own, encoded. Raises ``StateNotPlain``."""
+        whole = {
+            "groups": {name: [_hyper(group) for group in o.param_groups] for name, o in self.optimizers.items()},
+            "values": {name: _plain_values(optimizer) for name, optimizer in self.optimizers.items()},
+            "others": {name: item.state_dict() for name, item in self.others.items()},
+            "random": random_states() if with_random else None,
+        }
+        return encode_plain(whole, "registered")
+
+    def expected_bytes(self) -> int:
+        """Size of one version once the optimizers have made their state, as far as can be known before."""
+        there = sum(live.tensor.nbytes for live in self.shards()) + sum(live.tensor.nbytes for live in self.buffers())
+        for optimizer in self.optimizers.values():
+            if not optimizer.state:
+                per = 1 if "momentum" in optimizer.defaults else 2
+                if optimizer.defaults.get("momentum", 1) == 0:
+                    per = 0
+                there += per * sum(_local(p).nbytes for g in optimizer.param_groups for p in g["params"])
+        return there
+
+    # ---------------------------------------------------------------- putting back
+
+    def put_back(self, entries: tuple[TensorEntry, ...], read: Read, plain: bytes, *, shards: bool) -> None:
+        """Make the live state equal to a version; ``shards`` false leaves parameters and optimizer tensors alone."""
+        if shards:
+            self.put_shards(entries, read, plain)
+        with torch.no_grad():
+            self._put_buffers([entry for entry in entries if entry.name[0] == "b"], read)
+        self._put_plain(decode_plain(plain))
+
+    def put_shards(self, entries: tuple[TensorEntry, ...], read: Read, plain: bytes) -> None:
+        """Parameters and optimizer state only."""
+        with torch.no_grad():
+            self._put_shards([e for e in entries if e.name[0] != "b"], read, decode_plain(plain)["values"])
+
+    def _put_shards(self, entries: list[TensorEntry], read: Read, values: dict[str, dict[str, Any]]) -> None:
+        made = {live.name: live.tensor for live in self._parameters}
+        wanted = {entry.name for entry in entries if entry.name[0] == "p"}
+        if wanted != made.keys():
+            differing = sorted(wanted ^ made.keys())[:4]
+            raise StateMismatch(f"the snapshot's parameters are not this model's: {', '.join(differing)} differ")
+        slots = self._make_optimizer_state(entries, values)
+        targets, sources = [], []
+        for entry in entries:
+            target = made.get(entry.name)
+            if target is None:
+                target = slots[entry.name]
+            _check(entry, target)
+            targets.append(target)
+            sources.append(read(entry))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        self.touched = False
+
+    def _make_optimizer_state(self, entries: list[TensorEntry], values: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
+        """Bring every optimizer's state to exactly the keys of the version; return the local tensors by name."""
+        wanted: dict[str, dict[str, dict[str, TensorEntry]]] = {}
+        for entry in entries:
+            if entry.name[0] == "o":
+                _, name, group, index, key = entry.name.split("/", 4)
+                wanted.setdefault(name, {}).setdefault(f"{group}/{index}", {})[key] = entry
+        found: dict[str, Tensor] = {}
+        for name, optimizer in self.optimizers.items():
+            paths = {f"{g}/{i}": p for g, i, p in _places(optimizer)}
+            tensors, plain = wanted.pop(name, {}), values.get(name, {})
+            if unknown := (tensors.keys() | plain.keys()) - paths.keys():
+                raise StateMismatch(f"optimizer {name!r} has no parameter {sorted(unknown)[0]} that the snapshot knows")
+            for path, parameter in paths.items():
+                keys, extra = tensors.get(path, {}), plain.get(path, {})
+                if not keys and not extra:
+                    optimizer.state.pop(parameter, None)
+                    continue
+                held = optimizer.state[parameter]
+                for stale in [key for key in held if str(key) not in keys and str(key) not in extra]:
+                    del held[stale]
+                for key, value in extra.items():
+                    held[key] = value
+                for key, entry in keys.items():
+                    if not _fits(held.get(key), entry):
+                        held[key] = _make(entry, parameter)
+                    found[entry.name] = _local(held[key])
+        if wanted:
+            raise StateMismatch(f"the snapshot holds an optimizer {sorted(wanted)[0]!r} that is not registered here")
+        return found
+
+    def _put_buffers(self, entries: list[TensorEntry], read: Read) -> None:
+        held = {live.name: live.tensor for live in self.buffers()}
+        for entry in entries:
+            if entry.name not in held:
+                raise StateMismatch(f"the snapshot holds buffer {entry.name[2:]} that this model does not have")
+            _check(entry, held[entry.name])
+            held[entry.name].copy_(read(entry))
+
+    def _put_plain(self, whole: dict[str, Any]) -> None:
+        """Hyper-parameters, schedulers, data and, where there are any, random states."""
+        for name, groups in whole["groups"].items():
+            if name not in self.optimizers:
+                raise StateMismatch(f"the snapshot holds an optimizer {name!r} that is not registered here")
+            for live, saved in zip(self.optimizers[name].param_groups, groups, strict=True):
+                for key, value in saved.items():
+                    if isinstance(live.get(key), Tensor) and isinstance(value, Tensor):
+                        live[key].copy_(value)
+                    else:
+                        live[key] = value
+        for name, saved in whole["others"].items():
+            if name not in self.others:
+                raise StateMismatch(f"the snapshot holds {name!r}, which is not registered here")
+            self.others[name].load_state_dict(saved)
+        if whole["random"] is not None:
+            put_random_states(whole["random"])
+
+
+# -------------------------------------------------------------------- random states
+
+
+def random_states() -> dict[str, Any]:
+    """Of Python, torch, the current CUDA device, and NumPy where somebody uses it."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and hasattr(numpy, "random"):
+        states["numpy"] = numpy.random.get_state()
+    return states
+
+
+def put_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+
+
+# -------------------------------------------------------------------- helpers
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return _raw(tensor).detach()
+
+
+def _places(optimizer: Optimizer) -> list[tuple[int, int, Tensor]]:
+    return [(g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])]
+
+
+def _states(optimizer: Optimizer) -> list[tuple[str, Tensor, dict[Any, Any]]]:
+    state = optimizer.state
+    return [(f"{g}/{i}", p, state[p]) for g, i, p in _places(optimizer) if p in state]
+
+
+def _plain_values(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    found = {}
+    for path, _, values in _states(optimizer):
+        plain = {str(key): value for key, value in values.items() if not isinstance(value, Tensor)}
+        if plain:
+            found[path] = plain
+    return found
+
+
+def _hyper(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _likeness(value: Tensor, parameter: Tensor, name: str, key: Any) -> str:
+    if not isinstance(value, DTensor):
+        return "plain"
+    if isinstance(parameter, DTensor) and value.shape == parameter.shape and value.placements == parameter.placements:
+        return "param"
+    raise StateNotPlain(
+        f"optimizer {name!r} keeps {key!r} as a distributed tensor of shape {tuple(value.shape)} that is laid out "
+        f"otherwise than its parameter; a newcomer could not make it"
+    )
+
+
+def _fits(value: Any, entry: TensorEntry) -> bool:
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) != (entry.like == "param"):
+        return False
+    local = _local(value)
+    return tuple(local.shape) == entry.shape and str(local.dtype) == f"torch.{entry.dtype}"
+
+
+def _make(entry: TensorEntry, parameter: Tensor) -> Tensor:
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    if entry.like == "param" or (tuple(parameter.shape) == entry.shape and entry.device == parameter.device.type):
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    device = parameter.device if entry.device == parameter.device.type else torch.device(entry.device)
+    return torch.empty(entry.shape, dtype=dtype, device=device)
+
+
+def _check(entry: TensorEntry, target: Tensor) -> None:
+    if tuple(target.shape) != entry.shape or str(target.dtype) != f"torch.{entry.dtype}":
+        raise StateMismatch(
+            f"{entry.name}: the snapshot holds {entry.dtype} {list(entry.shape)}, this process has "
+            f"{str(target.dtype).removeprefix('torch.')} {list(target.shape)}; do all ranks run the same code?"
+        )
