@@ -10,7 +10,9 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from keepstep.cli.errors import DoorError
+import keepstep
+from keepstep.cli import menu
+from keepstep.cli.errors import DoorError, UsageError, closest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +39,18 @@ def _dispatch(words: list[str]) -> int:
         from keepstep.cli.demo import main as demo
 
         return demo(words[1:])
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(menu.page())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(keepstep.__version__)
+        return 0
+    if words[0] not in menu.COMMANDS:
+        near = closest(words[0], menu.COMMANDS)
+        raise UsageError(
+            f"there is no command {words[0]!r}",
+            help=f"did you mean `keepstep {near}`?" if near else "`keepstep --help` lists the commands",
+        )
     from keepstep.cli.commands import dispatch
 
     return dispatch(words)

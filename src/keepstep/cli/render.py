@@ -1,7 +1,7 @@
 """Output: one table of values, five forms.
 
-``table`` and ``wide`` draw columns on a terminal and print tab-separated values elsewhere; ``json`` is the whole answer with
-its schema, ``jsonl`` one row per line, ``csv`` what spreadsheets read.
+``table`` and ``wide`` draw columns on a terminal and print tab-separated values elsewhere; ``json`` is the whole
+answer with its schema, ``jsonl`` one row per line, ``csv`` what spreadsheets read.
 """
 
 from __future__ import annotations
