@@ -1,7 +1,7 @@
 """A tiny DDP job for tests that need many steps: dropout and batch norm, so that a wrong rollback shows in the loss.
 
-``--pace`` slows a run down without changing a single number of it, so that a slow run under faults can be compared with a
-fast undisturbed one.
+``--pace`` slows a run down without changing a single number of it, so that a slow run under faults can be compared
+with a fast undisturbed one.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ LIMIT_S = 90.0
 
 
 def test_plain_script_is_restarted_from_its_own_checkpoint(tmp_path: Path, make_cluster: MakeCluster) -> None:
-    """kill -9 of one rank of a plain script: every rank starts again, goes on from the checkpoint, and finishes with 0."""
+    """kill -9 of one rank of a plain script: all ranks start again, go on from the checkpoint, and finish with 0."""
     checkpoint = tmp_path / "plain.pt"
     script = tmp_path / "slow_plain.py"
     text = (EXAMPLES / "plain" / "train.py").read_text()

@@ -54,7 +54,7 @@ VICTIMS: dict[str, Callable[[Cluster], str]] = {
 
 @pytest.mark.parametrize("victim", list(VICTIMS))
 def test_kill_at_every_protocol_step(victim: str, make_cluster: MakeCluster, undisturbed: Path) -> None:
-    """Whoever is killed at whichever step: the job goes on, no step is lost, and all losses equal the undisturbed run's."""
+    """Whoever is killed at whichever step: the job goes on, no step is lost, all losses equal the undisturbed run's."""
     cluster = make_cluster(
         args=("--steps", str(REFERENCE_STEPS), "--pace", str(PACE_S)), nodes=2, nproc=2, flags=("--standbys", "2")
     )

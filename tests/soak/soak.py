@@ -2,10 +2,11 @@
 
     python tests/soak/soak.py --minutes 10 --seed 7 --json
 
-Every 5 to 15 seconds something happens, drawn from the seed: a rank is killed or frozen, a node is lost (and another one
-comes), the controller, an agent, a keeper, a fork server or the rendezvous store is killed, a second rank is killed
+Every 5 to 15 seconds something happens, drawn from the seed: a rank is killed or frozen, a node is lost (and another
+one comes), the controller, an agent, a keeper, a fork server or the rendezvous store is killed, a second rank is killed
 while the first is being recovered, or a rank pauses for three seconds, which must alarm nobody. At the end: zero steps
-lost, every loss equal to an undisturbed run's, no process left behind, no incident stuck, and a log that folds to one state.
+lost, every loss equal to an undisturbed run's, no process left behind, no incident stuck, and a log that folds to one
+state.
 """
 
 from __future__ import annotations
