@@ -6,6 +6,7 @@ whole door with real agents is tested in ``test_run``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -52,8 +53,8 @@ def count(name):
     return len((home / name).read_text().splitlines())
 def say(name): (home / name).write_text(str(os.getpid()))
 def sleeper():  # in a session of its own, as the shim's workers are
-    return subprocess.Popen([sys.executable, "-c", "import signal,time\\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\\ntime.sleep(600)"],
-                            start_new_session=True, stdin=subprocess.DEVNULL)
+    code = "import signal,time\\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\\ntime.sleep(600)"
+    return subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdin=subprocess.DEVNULL)
 """
 
 
@@ -77,7 +78,7 @@ class Launched:
         return self.process.returncode, err.decode()
 
 
-@pytest.fixture()
+@pytest.fixture
 def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """Start launchers; whatever they leave behind is killed at the end."""
     made: list[Launched] = []
@@ -89,10 +90,10 @@ def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     yield start
     for one in made:
         for process in [*_below(one.process.pid), one.process.pid]:
-            with_pid_kill(process)
+            kill(process)
         for name in tmp_path.glob("*pid*"):
             for word in name.read_text().split():
-                with_pid_kill(int(word))
+                kill(int(word))
         one.process.wait()
 
 
@@ -103,11 +104,9 @@ def _below(pid: int) -> list[int]:
         return []
 
 
-def with_pid_kill(pid: int) -> None:
-    try:
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def alive(pid: int) -> bool:
@@ -148,8 +147,8 @@ def test_a_crash_is_told_from_a_passed_through_code(launched: Callable[..., Laun
     assert said.count("starting it again") == 1
 
 
-def test_the_agents_budget_is_finite(launched: Callable[..., Launched], tmp_path: Path) -> None:
-    """An agent that can never live is given up, the job asks to be requeued, and exit.json says why."""
+def test_the_budget_is_finite_and_refills() -> None:
+    """The first restart is at once, the last one within two minutes, and a long life fills the budget again."""
     budget = Budget()
     delays = [budget.delay(0.0) for _ in range(RESTARTS + 1)]
     assert delays[0] == 0.0
@@ -162,7 +161,8 @@ def test_the_agents_budget_is_finite(launched: Callable[..., Launched], tmp_path
 def test_signals_are_passed_on_once(launched: Callable[..., Launched], number: signal.Signals) -> None:
     """SIGINT stays SIGINT, the others become SIGTERM; the agent's own exit code is returned."""
     run = launched(
-        "signal.signal(15, lambda *_: sys.exit(21)); signal.signal(2, lambda *_: sys.exit(22)); say('pid')\ntime.sleep(600)"
+        "signal.signal(15, lambda *_: sys.exit(21)); signal.signal(2, lambda *_: sys.exit(22))\\n"
+        "say('pid')\\ntime.sleep(600)"
     )
     run.pid_in("pid")
     run.process.send_signal(number)
@@ -234,7 +234,7 @@ def test_an_ignored_hangup_stays_ignored(tmp_path: Path) -> None:
         assert "SIGHUP" not in said
     finally:
         for pid in [*_below(run.process.pid), run.process.pid]:
-            with_pid_kill(pid)
+            kill(pid)
 
 
 class TestProbe:
