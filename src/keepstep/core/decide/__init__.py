@@ -1,0 +1,1 @@
+"""Decide: from suspects to a plan, one rung of the restart ladder."""

@@ -1,0 +1,1 @@
+"""Detect: deadlines and leases, what turns silence into evidence."""

@@ -1,0 +1,1 @@
+"""Health: what is known about nodes beyond the present incident."""

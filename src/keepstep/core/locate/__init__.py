@@ -1,0 +1,1 @@
+"""Locate: from evidence to suspects."""

@@ -1,0 +1,90 @@
+"""What an exit says by itself: whose fault it looks like, and whether it is a cause or a consequence."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from keepstep.model.facts import WorkerExited
+from keepstep.model.records import Category
+
+_SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 5: "SIGTRAP", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE",
+            9: "SIGKILL", 11: "SIGSEGV", 13: "SIGPIPE", 14: "SIGALRM", 15: "SIGTERM"}  # fmt: skip
+
+_FROM_OUTSIDE = frozenset({1, 2, 7, 9, 15})
+"""Signals that a program does not normally earn by its own code: killed, out of memory, failed memory."""
+
+_ABORT = 6
+"""What NCCL's watchdog ends a survivor with."""
+
+_ECHOES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Socket closed",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+    "Broken pipe",
+    "recvValue failed",
+    "sendBytes failed",
+)
+"""What gloo, NCCL and the rendezvous store say when *another* process has gone."""
+
+
+class Judgement(Struct, frozen=True, kw_only=True):
+    """Attributes:
+    consequence: a victim of another fault, not a culprit.
+    words: the exit in one phrase.
+    """
+
+    category: Category
+    consequence: bool
+    probability: float
+    words: str
+
+
+def signal_name(number: int) -> str:
+    return _SIGNALS.get(number, f"signal {number}")
+
+
+def words(fact: WorkerExited) -> str:
+    """The exit in one phrase, with the exception or the last line of stderr when there is one."""
+    if fact.signal:
+        how = f"killed by {signal_name(fact.signal)}"
+    elif fact.code is None:
+        how = "gone, nobody saw how"
+    else:
+        how = f"exit code {fact.code}"
+    if fact.error:
+        where = f" at {fact.error.file}:{fact.error.line}" if fact.error.file else ""
+        return f"{how} ({fact.error.type}: {fact.error.message}{where})"
+    last = next((line.strip() for line in reversed(fact.stderr_tail) if line.strip()), "")
+    return f"{how} ({last[:160]})" if last else how
+
+
+def judge(fact: WorkerExited, *, amid: bool) -> Judgement:
+    """Judge one exit with a code other than 0, or a code 0 that came too early.
+
+    Args:
+        amid: another fault is already known in this recovery; an unexplained failure code is then its echo.
+    """
+    phrase = words(fact)
+    if fact.error is not None:
+        category: Category = "transient" if fact.error.consequence else "user_code"
+        return Judgement(category=category, consequence=fact.error.consequence, probability=0.97, words=phrase)
+    echo = any(text in line for line in fact.stderr_tail for text in _ECHOES)
+    if fact.killed_by_us:
+        return Judgement(category="unknown", consequence=False, probability=0.5, words=phrase)
+    if fact.signal and not (echo and fact.signal == _ABORT):
+        outside = fact.signal in _FROM_OUTSIDE
+        return Judgement(
+            category="infrastructure" if outside else "unknown",
+            consequence=False,
+            probability=0.95 if outside else 0.6,
+            words=phrase,
+        )
+    if fact.code is None and not fact.signal:
+        return Judgement(category="infrastructure", consequence=False, probability=0.7, words=phrase)
+    if fact.code is not None and fact.code >= 128:
+        return Judgement(category="unknown", consequence=False, probability=0.6, words=phrase)
+    if echo or amid:
+        return Judgement(category="transient", consequence=True, probability=0.8, words=phrase)
+    return Judgement(category="user_code", consequence=False, probability=0.8, words=phrase)

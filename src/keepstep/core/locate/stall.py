@@ -1,0 +1,77 @@
+"""The stall vote: nobody moves; who is it that the others wait for?
+
+Each rank says how many collectives it has launched and completed. A synchronous program launches the same ones
+everywhere, so the rank that is *outside* of any collective while the others are inside one keeps them waiting, and
+so does the one that has launched fewer. Where all are inside the same one, the network or the library holds them and
+no rank is to blame. Groups that are not the whole world make counts differ between ranks without any fault, so a
+lower count alone must be rare (a minority) to convict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from msgspec import Struct
+
+from keepstep.model.facts import RankStalled
+from keepstep.model.ids import Rank
+
+
+class Verdict(Struct, frozen=True, kw_only=True):
+    """Attributes:
+    ranks: the guilty; empty when the evidence convicts nobody.
+    """
+
+    ranks: tuple[Rank, ...]
+    probability: float
+    reason: str
+    evidence: tuple[str, ...]
+
+
+def vote(positions: Sequence[RankStalled], gone: Collection[Rank] = ()) -> Verdict:
+    """Name the ranks that the others wait for.
+
+    Args:
+        positions: where each stalled rank stands.
+        gone: ranks whose process has left with code 0 before its loop was complete.
+    """
+    assert positions, "a vote needs at least one stalled rank"
+    evidence = tuple(_line(position) for position in sorted(positions, key=lambda p: p.rank)[:8])
+    if gone:
+        ranks = tuple(sorted(gone))
+        return Verdict(ranks=ranks, probability=0.9, reason="left before the loop was complete", evidence=evidence)
+    world = len(positions)
+    most = max(position.started for position in positions)
+    outside = [p for p in positions if p.started == p.finished]
+    behind = [p for p in positions if p.started < most]
+    both = [p for p in outside if p.started < most]
+    if both and len(both) * 2 <= world:
+        fewest = min(p.started for p in both)
+        guilty = [p for p in both if p.started == fewest]
+        reason = f"in no collective after {fewest}, while the others wait in {_th(most)}"
+        return _convict(guilty, 0.95, reason, evidence)
+    if outside and len(outside) * 2 <= world and len(outside) < world:
+        return _convict(outside, 0.8, f"in no collective while the others wait in {_th(most)}", evidence)
+    if behind and not outside and len(behind) * 2 < world:
+        fewest = min(p.started for p in behind)
+        guilty = [p for p in behind if p.started == fewest]
+        return _convict(guilty, 0.7, f"still in {_th(fewest)} while the others wait in {_th(most)}", evidence)
+    if not outside and not behind:
+        reason = f"all {world} ranks wait inside the same collective, {_th(most)}: none of them is to blame"
+    else:
+        reason = "the ranks' positions do not point at a minority of them"
+    return Verdict(ranks=(), probability=0.0, reason=reason, evidence=evidence)
+
+
+def _convict(guilty: Sequence[RankStalled], probability: float, reason: str, evidence: tuple[str, ...]) -> Verdict:
+    ranks = tuple(sorted(position.rank for position in guilty))
+    return Verdict(ranks=ranks, probability=probability, reason=reason, evidence=evidence)
+
+
+def _th(number: int) -> str:
+    return f"collective {number}"
+
+
+def _line(p: RankStalled) -> str:
+    where = f"inside collective {p.started}" if p.started > p.finished else f"outside, {p.finished} done"
+    return f"rank {p.rank} idle {p.idle_s:.1f} s (limit {p.limit_s:.1f} s) at step {p.step}, {where}, busy {p.busy:.2f}"

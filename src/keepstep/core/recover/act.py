@@ -1,0 +1,183 @@
+"""Act: from evidence to suspects, plan, epoch and orders, all in one decision.
+
+The order of records is the order of thought: who (``SuspectNamed``), what is ended at once (``KillProcess``), what
+will be done (``PlanMade``), the fence (``EpochOpened``), and the orders behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from keepstep.core.decide.ladder import Plan, choose
+from keepstep.core.decide.situation import lost_nodes, spare_nodes, survey, vacant_ranks
+from keepstep.core.detect import deadlines
+from keepstep.core.draft import Draft
+from keepstep.core.locate.faults import Fault
+from keepstep.core.recover import rosters
+from keepstep.core.recover.end import give_up
+from keepstep.core.standby.pool import forget_node, order_standbys, seat_standbys
+from keepstep.core.state import Node, seat_key
+from keepstep.model.actions import Join, KillProcess
+from keepstep.model.ids import Nanos, NodeId, action_id, incident_id, next_major, show_epoch
+from keepstep.model.records import EpochOpened, IncidentOpened, PlanMade, Rung, SuspectNamed
+from keepstep.model.topology import Roster
+
+
+def open_incident(draft: Draft, title: str, onset: Nanos) -> None:
+    """Open one, unless one is open already: then the new evidence belongs to it."""
+    job = draft.job
+    if job.incident is None:
+        name = incident_id(job.id, job.incident_count + 1)
+        draft.emit(IncidentOpened(job=job.id, at=draft.now, incident=name, onset=min(onset, draft.now), title=title))
+
+
+def answer(draft: Draft, found: Sequence[Fault], *, floor: Rung = "in_process") -> None:
+    """Name the suspects of new faults and act on them."""
+    assert found, "an answer needs a fault"
+    open_incident(draft, found[0].title, min(fault.onset for fault in found))
+    for fault in found:
+        _name(draft, fault)
+    act(draft, floor=floor)
+
+
+def _name(draft: Draft, fault: Fault) -> None:
+    job, incident = draft.job, draft.incident
+    if fault.lost and fault.node is not None:
+        draft.move_node(fault.node, "QUARANTINED", fault.reason)
+        forget_node(draft, job.nodes[fault.node], "its node is out of reach")
+    draft.emit(
+        SuspectNamed(
+            job=job.id,
+            at=draft.now,
+            incident=incident.id,
+            category=fault.category,
+            node=fault.node,
+            ranks=fault.ranks,
+            probability=fault.probability,
+            reason=fault.reason,
+            evidence=fault.evidence,
+        )
+    )
+    for rank in fault.kill:
+        seat = job.seat_of(rank)
+        id_ = action_id(incident.id, f"kill-{seat.node}-{seat.slot}", incident.attempts)
+        if id_ not in job.orders and seat_key(seat.node, seat.slot) not in job.condemned:
+            kill = KillProcess(id=id_, job=job.id, epoch=job.epoch, node=seat.node, slot=seat.slot, why=fault.reason)
+            draft.order(kill)
+
+
+def act(draft: Draft, *, floor: Rung = "in_process", no_capacity: bool = False) -> None:
+    """Choose a rung for the open incident and carry it out, or say what it waits for."""
+    job, incident = draft.job, draft.incident
+    plan = choose(survey(job, draft.now, draft.policy, floor=floor, no_capacity=no_capacity))
+    if incident.planned != plan.rung or incident.plan != plan.reason:
+        draft.emit(
+            PlanMade(
+                job=job.id,
+                at=draft.now,
+                incident=incident.id,
+                rung=plan.rung,
+                attempt=incident.attempts,
+                reason=plan.reason,
+                rejected=plan.rejected,
+                cost_if_wrong=plan.cost_if_wrong,
+            )
+        )
+    if plan.rung in ("stop", "requeue"):
+        give_up(draft, plan.code, plan.reason)
+        return
+    draft.move_incident("DECIDED", plan.reason)
+    if plan.wait:
+        draft.move_job("WAITING", plan.reason)
+        draft.wake_once(deadlines.CAPACITY, draft.policy.capacity_s)
+        draft.clear(deadlines.STORE, *_EVIDENCE, deadlines.REBUILD, deadlines.VERIFY, deadlines.SETTLE)
+        return
+    roster = _roster(draft, plan)
+    if roster is None:
+        draft.move_job("WAITING", "no unused rendezvous store is known; waiting for one")
+        draft.wake_once(deadlines.STORE, draft.policy.rebuild_s)
+        draft.clear(deadlines.CAPACITY, *_EVIDENCE, deadlines.REBUILD, deadlines.VERIFY, deadlines.SETTLE)
+        return
+    _drain(draft, plan)
+    enter(draft, roster)
+    draft.move_incident("RECOVERING", f"epoch {show_epoch(roster.epoch)} is open")
+    draft.move_job("RECOVERING", plan.reason)
+    order_standbys(draft)
+
+
+_EVIDENCE = (deadlines.LOCATE, deadlines.EXPLAIN, deadlines.PATIENCE)
+
+
+def _roster(draft: Draft, plan: Plan) -> Roster | None:
+    """The next roster; ``None`` when no store is there for it."""
+    job, incident = draft.job, draft.incident
+    assert job.roster is not None
+    epoch = next_major(job.ahead())
+    spares = spare_nodes(job)
+    moves = dict(zip(plan.moves, (node.node for node in spares), strict=False))
+    if plan.rung == "restart_job":
+        nodes = _restart_nodes(draft, spares)
+        picked = rosters.pick_store(job, [node.node for node in nodes])
+        if picked is None:
+            return None
+        return rosters.anew(job, nodes, picked[1], epoch, mode="restart", attempt=job.attempt + 1, incident=incident.id)
+    stay = [place.node for place in job.roster.places if place.node not in moves]
+    picked = rosters.pick_store(job, [*stay, *moves.values()])
+    if picked is None:
+        return None
+    warm = plan.rung != "same_node"
+    return rosters.reseat(job, vacant_ranks(job), moves, picked[1], epoch, warm=warm, incident=incident.id)
+
+
+def _restart_nodes(draft: Draft, spares: list[Node]) -> list[Node]:
+    """The old nodes in their places, lost ones replaced; a job without state takes what is there, up to its maximum."""
+    job = draft.job
+    assert job.roster is not None
+    lost = lost_nodes(job)
+    nodes: list[Node] = []
+    for place in job.roster.places:
+        if place.node not in lost:
+            nodes.append(job.nodes[place.node])
+        elif spares:
+            nodes.append(spares.pop(0))
+    if job.level == 0:
+        room = job.spec.max_nodes - len(nodes)
+        nodes += [node for node in spares if not node.wants_standby][: max(room, 0)]
+    return nodes
+
+
+def _drain(draft: Draft, plan: Plan) -> None:
+    """A living node that is given up: its processes end with the next epoch."""
+    if plan.rung != "replace_node":
+        return
+    for name in plan.moves:
+        node = draft.job.nodes[name]
+        if not node.lost:
+            draft.move_node(name, "TAINTED", plan.reason)
+            draft.move_node(name, "DRAINING", "its ranks move to another node")
+
+
+def enter(draft: Draft, roster: Roster) -> None:
+    """Open the epoch and order everybody into it; nodes that lost their seats are told too, so that they are fenced."""
+    job = draft.job
+    before = [place.node for place in job.roster.places] if job.roster else []
+    draft.emit(EpochOpened(job=job.id, at=draft.now, roster=roster))
+    seat_standbys(draft)
+    for node in [n for n in before if n in job.nodes and job.nodes[n].health == "DRAINING"]:
+        forget_node(draft, job.nodes[node], "its node is quarantined")
+        draft.move_node(node, "QUARANTINED", "none of its ranks is left there")
+    places = [place.node for place in roster.places]
+    for node in [*places, *(n for n in before if n not in places)]:
+        order_join(draft, node)
+    new = roster.mode != "in_process"
+    draft.clear(*_EVIDENCE, deadlines.STORE, deadlines.CAPACITY, deadlines.VERIFY, deadlines.SETTLE)
+    draft.wake(deadlines.REBUILD, draft.policy.first_start_s if new else draft.policy.rebuild_s)
+
+
+def order_join(draft: Draft, node: NodeId) -> None:
+    """Order ``node`` into the present epoch, once per epoch and boot of its agent."""
+    job = draft.job
+    assert job.roster is not None
+    id_ = action_id(job.roster.incident or job.id, f"e{show_epoch(job.epoch)}-join-{node}", job.attempt)
+    if id_ not in job.orders:
+        draft.order(Join(id=id_, job=job.id, epoch=job.epoch, node=node, roster=job.roster))

@@ -1,0 +1,1 @@
+"""Standby: warm processes that wait for a rank."""
