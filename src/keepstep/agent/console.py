@@ -56,7 +56,7 @@ class Console(threading.Thread):
         self._lock = threading.Lock()
         self._tails: dict[tuple[str, int], _Tail] = {}
         self._saved: dict[str, int] = {}
-        self._stop = threading.Event()
+        self._ending = threading.Event()
         self._broken: set[int] = set()
         self._held: dict[tuple[int, str], list[int]] = {}
         self._held_since = 0.0
@@ -88,7 +88,7 @@ class Console(threading.Thread):
         with self._lock:
             for tail in self._tails.values():
                 tail.ending = True
-        self._stop.set()
+        self._ending.set()
         if self.is_alive():
             self.join(within_s)
 
@@ -102,9 +102,9 @@ class Console(threading.Thread):
     # ------------------------------------------------------------ the thread
 
     def run(self) -> None:
-        while not self._stop.is_set():
+        while not self._ending.is_set():
             moved = self._look()
-            self._stop.wait(0.0 if moved else LOOK_S)
+            self._ending.wait(0.0 if moved else LOOK_S)
         while self._look():
             pass
         self._show_held()
