@@ -1,7 +1,8 @@
-"""A small model of agents and ranks around the real mind: it carries out orders and answers with facts. Time is a number.
+"""A small model of agents and ranks around the real mind: it carries out orders and answers with facts.
 
 It is the agents' side of ``docs/explanation/protocol.md`` with everything left out that the mind cannot see. Facts
 wait in each agent's outbox and orders in its inbox until somebody delivers them, so a test decides what crosses what.
+Time is a number.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec.structs import replace
 
 from keepstep.core.controller import Controller
 from keepstep.core.state import Job
@@ -38,7 +41,7 @@ from keepstep.model.facts import (
     WorkerExited,
     WorkerFrozen,
 )
-from keepstep.model.ids import Epoch, JobId, Nanos, NodeId, Rank, SlotId
+from keepstep.model.ids import NO_EPOCH, Epoch, JobId, Nanos, NodeId, Rank, SlotId
 from keepstep.model.records import AnyRecord, Ordered
 from keepstep.model.settings import Policy
 from keepstep.model.topology import JobSpec, Roster
@@ -53,7 +56,7 @@ class Proc:
     slot: SlotId
     role: str
     rank: Rank | None = None
-    epoch: Epoch = Epoch(0)
+    epoch: Epoch = NO_EPOCH
     frozen: bool = False
 
 
@@ -65,7 +68,7 @@ class Agent:
     wants_standby: bool = False
     alive: bool = True
     linked: bool = False
-    epoch: Epoch = Epoch(0)
+    epoch: Epoch = NO_EPOCH
     procs: dict[SlotId, Proc] = field(default_factory=dict)
     seq: int = 0
     outbox: deque[AnyFact] = field(default_factory=deque)
@@ -411,8 +414,6 @@ class Fleet:
 
 
 def _renumber(fact: AnyFact, seq: int) -> AnyFact:
-    from msgspec.structs import replace
-
     return replace(fact, seq=seq)
 
 

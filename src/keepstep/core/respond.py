@@ -14,7 +14,7 @@ from keepstep.core.detect.leases import (
     lease_renewed,
     reconcile_time_is_over,
 )
-from keepstep.core.draft import Draft
+from keepstep.core.draft import Draft, nanos
 from keepstep.core.inject import inject
 from keepstep.core.locate.assess import (
     assess,
@@ -133,13 +133,19 @@ _WHEN_DUE: dict[str, Callable[[Draft], None]] = {
     deadlines.ADOPT: deputy_stays_silent,
 }
 
+_NEED_REPORTS = frozenset({deadlines.REBUILD, deadlines.VERIFY, deadlines.LOCATE, deadlines.EXPLAIN, deadlines.ADOPT})
+"""Deadlines that conclude from the absence of reports."""
+
 
 def time_passed(draft: Draft) -> None:
     """Handle every deadline of this job that is due, the oldest first."""
     due = sorted((at, name) for name, at in draft.job.deadlines.items() if at <= draft.now)
-    for _, name in due:
+    for at, name in due:
         if draft.job.deadlines.get(name, draft.now + 1) > draft.now:
             continue  # an earlier one of them has settled or moved it
+        if draft.now - at > nanos(draft.policy.explain_s) and name in _NEED_REPORTS:
+            draft.wake(name, draft.policy.lease_s)  # we overslept: what agents had to say may still wait at their side
+            continue
         draft.clear(name)
         if node := deadlines.reconnect_node(name):
             assess(draft)

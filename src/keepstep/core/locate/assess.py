@@ -21,7 +21,7 @@ from keepstep.core.locate.faults import (
 )
 from keepstep.core.locate.stall import vote
 from keepstep.core.recover.act import act, answer, open_incident
-from keepstep.core.recover.measure import measure
+from keepstep.core.recover.measure import resolve
 from keepstep.core.recover.progress import check_progress
 from keepstep.core.state import Job
 from keepstep.model.ids import Nanos, Rank
@@ -73,8 +73,7 @@ def _moved_again(draft: Draft) -> None:
         draft.move_incident("RECOVERING", "all ranks moved again by themselves")
         check_progress(draft)
         return
-    measure(draft)
-    draft.move_incident("RESOLVED", "all ranks moved again by themselves")
+    resolve(draft, "all ranks moved again by themselves")
 
 
 def stall_reports_are_in(draft: Draft) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from keepstep.core.draft import Draft
-from keepstep.core.recover.measure import measure
+from keepstep.core.recover.measure import resolve
 from keepstep.model.actions import StopJob
 from keepstep.model.exits import DONE, REQUEUE
 from keepstep.model.facts import StopRequested
@@ -25,8 +25,10 @@ def finish(draft: Draft) -> None:
             draft.move_incident("VERIFYING", why)
         if incident.state == "OPEN":
             draft.move_incident("LOCATING", why)
-        measure(draft)
-        draft.move_incident("ESCALATED" if draft.incident.state == "DECIDED" else "RESOLVED", why)
+        if incident.state == "DECIDED":
+            draft.move_incident("ESCALATED", why)
+        else:
+            resolve(draft, why)
     draft.move_job("FINISHED", "every rank left with code 0", DONE)
     _stop_all(draft, DONE, job.why, "none", None)
 

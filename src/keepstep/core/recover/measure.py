@@ -9,27 +9,31 @@ from keepstep.model.records import IncidentMeasured
 _MS = 1_000_000
 
 
-def measure(draft: Draft) -> None:
-    """Write ``IncidentMeasured`` for the open incident, as of now."""
+def resolve(draft: Draft, why: str) -> None:
+    """Close the open incident, with its numbers as of now."""
+    measured = measure(draft)
+    draft.move_incident("RESOLVED", why)
+    draft.emit(measured)
+
+
+def measure(draft: Draft) -> IncidentMeasured:
     job, incident = draft.job, draft.incident
     located = incident.located or draft.now
     ordered = incident.ordered or draft.now
     kept, possible = survivors(job, incident)
-    draft.emit(
-        IncidentMeasured(
-            job=job.id,
-            at=draft.now,
-            incident=incident.id,
-            detect_ms=_span(incident.onset, incident.opened),
-            locate_ms=_span(incident.opened, located),
-            decide_ms=_span(located, ordered),
-            recover_ms=_span(ordered, draft.now),
-            phases=phases(job),
-            survivors_kept=kept,
-            survivors_possible=possible,
-            steps_lost=steps_lost(job),
-            replaced=incident.replaced,
-        )
+    return IncidentMeasured(
+        job=job.id,
+        at=draft.now,
+        incident=incident.id,
+        detect_ms=_span(incident.onset, incident.opened),
+        locate_ms=_span(incident.opened, located),
+        decide_ms=_span(located, ordered),
+        recover_ms=_span(ordered, draft.now),
+        phases=phases(job),
+        survivors_kept=kept,
+        survivors_possible=possible,
+        steps_lost=steps_lost(job),
+        replaced=incident.replaced,
     )
 
 

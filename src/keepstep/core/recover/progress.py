@@ -5,7 +5,7 @@ from __future__ import annotations
 from keepstep.core.detect import deadlines
 from keepstep.core.draft import Draft
 from keepstep.core.recover.end import finish
-from keepstep.core.recover.measure import measure
+from keepstep.core.recover.measure import resolve
 from keepstep.core.standby.pool import arrived, order_standbys
 from keepstep.core.state import seat_key
 from keepstep.model.ids import Rank
@@ -66,8 +66,7 @@ def settled(draft: Draft) -> None:
 
 def _resolve(draft: Draft, why: str) -> None:
     job = draft.job
-    measure(draft)
-    draft.move_incident("RESOLVED", why)
+    resolve(draft, why)
     draft.clear(deadlines.VERIFY, deadlines.SETTLE)
     draft.move_job("RUNNING", why)
     for node in list(job.nodes.values()):

@@ -1,0 +1,165 @@
+"""Summary: one incident as a block of text that a tired reader understands, and as the list of what happened.
+
+Everything is read from the log's records, so a live controller, an offline log and a test show the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from keepstep.core.summary_lines import clock, evidence_line, record_words
+from keepstep.model.ids import IncidentId
+from keepstep.model.records import (
+    AnyRecord,
+    EpochOpened,
+    IncidentMeasured,
+    IncidentMoved,
+    IncidentOpened,
+    JobMoved,
+    NodeMoved,
+    Observed,
+    PlanMade,
+    SuspectNamed,
+)
+from keepstep.model.topology import Roster, fold_ranks
+
+__all__ = ["AnyRecord", "incident_block", "incident_timeline", "of_incident"]
+
+EVIDENCE_SHOWN = 8
+"""Lines of evidence in a block; the timeline has them all."""
+
+
+def incident_block(records: Iterable[AnyRecord], incident: str) -> list[str]:
+    """The incident in the style of a compiler's error: what, who, where, evidence, action, cost, next command.
+
+    Args:
+        records: of the incident's job, from before its opening on; others are passed over.
+    """
+    own = of_incident(records, incident)
+    opened = next((r for r in own if isinstance(r, IncidentOpened)), None)
+    if opened is None:
+        return [f"there is no incident {incident} in these records"]
+    suspects = [r for r in own if isinstance(r, SuspectNamed)]
+    guilty = next((s for s in suspects if s.category != "transient"), suspects[0] if suspects else None)
+    who = f"culprit: {guilty.category}  p={guilty.probability:.2f}" if guilty else "culprit: not known yet"
+    title = guilty.reason if guilty else opened.title
+    lines = [f"error[{incident}]: {title:<64}  {who}", f"  --> {_where(own, opened, suspects)}"]
+    lines += [f"   |  {line}" for line in _evidence(own)]
+    lines += [f"  = {line}" for line in _outcome(own)]
+    lines.append(f"  help: keepstep incident {incident} --timeline | keepstep logs {opened.job} --first-error")
+    return lines
+
+
+def incident_timeline(records: Iterable[AnyRecord], incident: str) -> list[str]:
+    """Every record of the incident, one line each: time of the day, milliseconds since the first evidence, words."""
+    own = of_incident(records, incident)
+    opened = next((r for r in own if isinstance(r, IncidentOpened)), None)
+    if opened is None:
+        return [f"there is no incident {incident} in these records"]
+    lines = [f"{incident}: {opened.title}"]
+    for record in own:
+        if words := record_words(record):
+            since = (record.at - opened.onset) / 1_000_000
+            lines.append(f"{clock(record.at)}  {since:+10.1f} ms  {words}")
+    return lines
+
+
+def of_incident(records: Iterable[AnyRecord], incident: str) -> list[AnyRecord]:
+    """The piece of the log from the fact that opened the incident to its last record."""
+    own: list[AnyRecord] = []
+    before: Observed | None = None
+    job = None
+    for record in records:
+        if not own:
+            if isinstance(record, Observed):
+                before = record
+            elif isinstance(record, IncidentOpened) and record.incident == IncidentId(incident):
+                own = [before, record] if before else [record]
+                job = record.job
+            continue
+        if record.job != job:
+            continue
+        if _after_end(own, record, incident):
+            break
+        own.append(record)
+    return own
+
+
+def _after_end(own: Sequence[AnyRecord], record: AnyRecord, incident: str) -> bool:
+    """The decision that ends an incident still belongs to it; the next fact does not."""
+    if isinstance(record, IncidentOpened):
+        return True
+    if not isinstance(record, Observed):
+        return False
+    ends = ("RESOLVED", "ESCALATED")
+    return any(isinstance(r, IncidentMoved) and r.incident == incident and r.to in ends for r in own)
+
+
+def _where(own: Sequence[AnyRecord], opened: IncidentOpened, suspects: Sequence[SuspectNamed]) -> str:
+    ranks = sorted({rank for s in suspects if s.category != "transient" for rank in s.ranks})
+    parts = [f"{clock(opened.onset)}Z"]
+    if (step := _step(own)) is not None:
+        parts.insert(0, f"step {step}")
+    roster = _last_roster(own)
+    if ranks:
+        parts.append(f"rank {fold_ranks(ranks)}" + (f" of {roster.world_size}" if roster else ""))
+    return ", ".join(parts)
+
+
+def _step(own: Sequence[AnyRecord]) -> int | None:
+    """The step that was under way: what evidence says, else what was resumed from."""
+    for record in own:
+        if isinstance(record, Observed):
+            step = getattr(record.fact, "step", None)
+            if isinstance(step, int):
+                return step
+    return None
+
+
+def _evidence(own: Sequence[AnyRecord]) -> list[str]:
+    lines: list[str] = []
+    for record in own:
+        line = evidence_line(record.fact) if isinstance(record, Observed) else ""
+        if line and line not in lines:
+            lines.append(line)
+    if len(lines) > EVIDENCE_SHOWN:
+        left = len(lines) - EVIDENCE_SHOWN
+        return [*lines[:EVIDENCE_SHOWN], f"and {left} more"]
+    return lines
+
+
+def _outcome(own: Sequence[AnyRecord]) -> list[str]:
+    lines = []
+    plans = [r for r in own if isinstance(r, PlanMade)]
+    for number, plan in enumerate(plans, 1):
+        label = "action:" if len(plans) == 1 else f"action {number}:"
+        lines.append(f"{label} {plan.rung}. {plan.reason}")
+        lines += [f"        not {line}" for line in plan.rejected]
+    lines += [f"node:   {r.node} -> {r.to}: {r.why}" for r in own if isinstance(r, NodeMoved) and r.to == "QUARANTINED"]
+    measured = next((r for r in own if isinstance(r, IncidentMeasured)), None)
+    ended = next((r for r in own if isinstance(r, IncidentMoved) and r.to in ("RESOLVED", "ESCALATED")), None)
+    if measured is not None:
+        lines += _cost(measured)
+    elif ended is not None:
+        code = next((r.exit_code for r in own if isinstance(r, JobMoved) and r.exit_code is not None), None)
+        lines.append(f"end:    {ended.to}" + (f", the job leaves with code {code}" if code is not None else ""))
+    else:
+        lines.append("cost:   still going on")
+    return lines
+
+
+def _cost(m: IncidentMeasured) -> list[str]:
+    spans = {"detect": m.detect_ms, "locate": m.locate_ms, "decide": m.decide_ms, "recover": m.recover_ms}
+    steps = f"{m.steps_lost} step{'s' if m.steps_lost != 1 else ''} lost"
+    kept = f"{m.survivors_kept} of {m.survivors_possible} survivors kept their processes"
+    lines = [
+        f"cost:   {sum(spans.values()) / 1000:.2f} s from the first evidence to a new step, {steps}; {kept}",
+        "time:   " + " | ".join(f"{name} {ms:.1f}" for name, ms in spans.items()) + " ms",
+    ]
+    if m.phases:
+        lines.append("        of it " + " | ".join(f"{name} {ms:.1f}" for name, ms in m.phases.items()))
+    return lines
+
+
+def _last_roster(own: Sequence[AnyRecord]) -> Roster | None:
+    return next((r.roster for r in reversed(own) if isinstance(r, EpochOpened)), None)

@@ -1,0 +1,213 @@
+"""One line of text per fact and per record, for people."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from keepstep.core.locate.exits import words
+from keepstep.model.actions import AnyAction, InjectFault, Join, KeepStandbys, KillProcess, StopJob
+from keepstep.model.facts import (
+    ActionDone,
+    ActionFailed,
+    AgentDisconnected,
+    AgentJoined,
+    AgentLeft,
+    AnyFact,
+    CollectiveBroken,
+    InjectRequested,
+    JobSubmitted,
+    LeaseExpired,
+    LeaseRenewed,
+    RankAdvanced,
+    RankDone,
+    RankJoined,
+    RankResumed,
+    RankStalled,
+    RecoveredLocally,
+    ResumeFailed,
+    SdkAttached,
+    StallEnded,
+    StandbyGone,
+    StandbyReady,
+    StopRequested,
+    StoreLost,
+    StoreReady,
+    TimePassed,
+    WorkerExited,
+    WorkerFrozen,
+)
+from keepstep.model.ids import Nanos, show_epoch
+from keepstep.model.records import (
+    AnyRecord,
+    DeadlineSet,
+    EpochOpened,
+    IncidentMeasured,
+    IncidentMoved,
+    IncidentOpened,
+    JobMoved,
+    NodeMoved,
+    Noted,
+    Observed,
+    Ordered,
+    PlanMade,
+    StandbyMoved,
+    SuspectNamed,
+)
+from keepstep.model.topology import fold_ranks
+
+
+def clock(at: Nanos) -> str:
+    """Time of the day in UTC, to the millisecond."""
+    ms = at // 1_000_000 % 86_400_000
+    return f"{ms // 3_600_000:02}:{ms // 60_000 % 60:02}:{ms // 1000 % 60:02}.{ms % 1000:03}"
+
+
+def evidence_line(fact: AnyFact) -> str:
+    """``time  source  words`` for a fact that says that something is wrong; empty for all others."""
+    match fact:
+        case WorkerExited():
+            source = "process"
+        case WorkerFrozen():
+            source = "kernel"
+        case RankStalled():
+            source = "progress"
+        case CollectiveBroken() | ResumeFailed():
+            source = "trainer"
+        case AgentDisconnected() | LeaseExpired() | AgentLeft():
+            source = "node"
+        case RecoveredLocally():
+            source = "deputy"
+        case _:
+            return ""
+    return f"{clock(fact.at)}  {source:<9} {fact_words(fact)}"
+
+
+def fact_words(fact: AnyFact) -> str:
+    """What was observed, in one phrase."""
+    match fact:
+        case JobSubmitted():
+            s = fact.spec
+            return f"job {s.job} submitted: {s.min_nodes} to {s.max_nodes} nodes of {s.nproc_per_node}"
+        case StopRequested():
+            return f"{fact.by} asks to stop: {fact.why}"
+        case InjectRequested():
+            return f"{fact.by} asks for {fact.fault}"
+        case TimePassed():
+            return "a deadline is due"
+        case AgentJoined():
+            return f"agent of {fact.node} connects, epoch {show_epoch(fact.epoch)}, {len(fact.slots)} processes"
+        case AgentDisconnected():
+            return "the controller was away" if fact.ours else f"connection of {fact.node} broke: {fact.why}"
+        case LeaseExpired():
+            return f"{fact.node} silent for {fact.silent_s:.1f} s"
+        case LeaseRenewed():
+            return f"{fact.node} speaks again"
+        case AgentLeft():
+            return f"agent of {fact.node} leaves: {fact.why}"
+        case StoreReady():
+            return f"unused store on {fact.node}"
+        case StoreLost():
+            return f"store of {fact.node} lost: {fact.why}"
+        case SdkAttached():
+            return f"{fact.node}/{fact.slot} calls keepstep.init"
+        case StandbyReady():
+            return f"standby {fact.node}/{fact.slot} is parked"
+        case StandbyGone():
+            return f"standby {fact.node}/{fact.slot} is gone: {fact.why}"
+        case WorkerExited():
+            by = ", by us" if fact.killed_by_us else ""
+            return f"rank {fact.rank} on {fact.node} ({fact.slot}): {words(fact)}{by}"
+        case WorkerFrozen():
+            return f"rank {fact.rank} on {fact.node} ({fact.slot}) in state {fact.state} for {fact.for_s:.1f} s"
+        case RankStalled():
+            where = "inside" if fact.started > fact.finished else "outside of"
+            return f"rank {fact.rank} idle for {fact.idle_s:.1f} s, {where} collective {fact.started}"
+        case StallEnded():
+            return f"rank {fact.rank} moves again"
+        case CollectiveBroken():
+            return f"rank {fact.rank}'s collective broke: {fact.error}"
+        case RankJoined():
+            return f"rank {fact.rank} is connected in epoch {show_epoch(fact.epoch)}"
+        case RankResumed():
+            return f"rank {fact.rank} resumes from step {fact.step} ({fact.source})"
+        case RankAdvanced():
+            return f"rank {fact.rank} has done step {fact.step}"
+        case RankDone():
+            return f"rank {fact.rank} has completed its loop at step {fact.step}"
+        case ResumeFailed():
+            return f"rank {fact.rank} cannot resume in process: {fact.why}"
+        case ActionDone():
+            return f"done: {fact.action}"
+        case ActionFailed():
+            return f"failed: {fact.action}: {fact.why}"
+        case RecoveredLocally():
+            return f"deputy {fact.roster.origin} opened epoch {show_epoch(fact.roster.epoch)}: {fact.why}"
+        case _:
+            assert_never(fact)
+
+
+def record_words(record: AnyRecord) -> str:
+    """One line per record; empty for what only the machinery needs."""
+    match record:
+        case Observed():
+            return "" if isinstance(record.fact, ActionDone) else f"fact      {fact_words(record.fact)}"
+        case JobMoved():
+            code = "" if record.exit_code is None else f" (code {record.exit_code})"
+            return f"job       {record.to}{code}: {record.why}"
+        case NodeMoved():
+            return f"node      {record.node} {record.to}: {record.why}"
+        case StandbyMoved():
+            return f"standby   {record.node}/{record.slot} {record.to}: {record.why}"
+        case IncidentOpened():
+            return f"incident  {record.incident} OPEN: {record.title}"
+        case IncidentMoved():
+            return f"incident  {record.to}: {record.why}"
+        case SuspectNamed():
+            who = f"rank {fold_ranks(record.ranks)}" if record.ranks else "nobody"
+            node = f", node {record.node}" if record.node else ""
+            return f"suspect   {who}{node}, {record.category} p={record.probability:.2f}: {record.reason}"
+        case PlanMade():
+            passed = "".join(f"\n{'':14}not {line}" for line in record.rejected)
+            return f"plan      {record.rung}: {record.reason}{passed}"
+        case EpochOpened():
+            r = record.roster
+            return f"epoch     {show_epoch(r.epoch)} {r.mode} by {r.origin}: {_seats(record)}"
+        case Ordered():
+            return f"order     {action_words(record.action)}"
+        case DeadlineSet():
+            return ""
+        case Noted():
+            return f"note      {record.text}"
+        case IncidentMeasured():
+            kept = f"{record.survivors_kept} of {record.survivors_possible}"
+            spans = (record.detect_ms, record.locate_ms, record.decide_ms, record.recover_ms)
+            took = "detect {:.1f}, locate {:.1f}, decide {:.1f}, recover {:.1f} ms".format(*spans)
+            return f"measured  {took}; {kept} survivors kept; {record.steps_lost} steps lost"
+        case _:
+            assert_never(record)
+
+
+def action_words(action: AnyAction) -> str:
+    """What is ordered, in one phrase."""
+    match action:
+        case Join():
+            return f"{action.node}: join epoch {show_epoch(action.epoch)}"
+        case KillProcess():
+            return f"{action.node}: kill {action.slot}"
+        case KeepStandbys():
+            return f"{action.node}: keep {action.count} standbys"
+        case StopJob():
+            return f"{action.node}: stop with code {action.code} ({action.category})"
+        case InjectFault():
+            return f"{action.node}: inject {action.fault}"
+        case _:
+            assert_never(action)
+
+
+def _seats(record: EpochOpened) -> str:
+    """``node rank=slot ...``; a star marks a newcomer."""
+    roster = record.roster
+    seats = {place.node: "" for place in roster.places}
+    for member in roster.members:
+        seats[member.node] += f" {member.rank}={member.slot}{'*' if member.newcomer else ''}"
+    return "; ".join(node + held for node, held in seats.items())
