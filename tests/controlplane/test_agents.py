@@ -17,7 +17,7 @@ from keepstep.controlplane import writer as writer_module
 from keepstep.controlplane.agents import AgentDesk, difference
 from keepstep.controlplane.clock import AnchoredClock
 from keepstep.controlplane.connection import AgentConnection
-from keepstep.controlplane.leases import LeaseTable, NodeKey
+from keepstep.controlplane.leases import Contact, LeaseTable, NodeKey
 from keepstep.controlplane.writer import Writer
 from keepstep.model.actions import AnyAction
 from keepstep.model.facts import (
@@ -102,7 +102,6 @@ def run(test: Callable[[Rig], Awaitable[None]], **options: object) -> None:
         server = await loop.create_server(lambda: AgentConnection(rig.desk), "127.0.0.1", 0)
         rig.port = server.sockets[0].getsockname()[1]
         task = loop.create_task(rig.writer.run())
-        rig.desk.watch()
         try:
             async with asyncio.timeout(30):
                 await test(rig)
@@ -279,6 +278,29 @@ def test_a_lost_connection_then_a_lost_lease_then_a_return() -> None:
         kinds = [type(fact) for fact in rig.facts()]
         assert kinds[-2:] == [LeaseRenewed, AgentJoined]
         assert (kinds.count(AgentDisconnected), kinds.count(LeaseExpired), kinds.count(LeaseRenewed)) == (1, 1, 1)
+
+    run(test, lease_s=LEASE_S)
+
+
+def test_a_restarted_controller_says_that_it_was_away() -> None:
+    """Nodes that the log shows as connected are told off as *our* absence; those that stay away expire, once."""
+
+    async def test(rig: Rig) -> None:
+        keys = {name: NodeKey(JobId("j"), NodeId(name)) for name in ("back", "gone", "lost")}
+        rig.desk.take_over(
+            [(keys["back"], Contact.ALIVE), (keys["gone"], Contact.ALIVE), (keys["lost"], Contact.EXPIRED)]
+        )
+        broken = await rig.until(AgentDisconnected, 2)
+        assert [(fact.node, fact.ours) for fact in broken if isinstance(fact, AgentDisconnected)] == [
+            ("back", True),
+            ("gone", True),
+        ]
+        client, _ = await Client.welcomed(rig.port, node="back")
+        client.report(joined(1, node="back"))
+        await rig.until(LeaseRenewed)
+        await rig.until(LeaseExpired)
+        assert next(fact.node for fact in rig.facts(LeaseExpired)) == "gone"
+        assert "lost" not in [fact.node for fact in rig.facts()]
 
     run(test, lease_s=LEASE_S)
 

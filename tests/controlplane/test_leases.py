@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepstep.controlplane.leases import RETURN_GRACE_S, Contact, LeaseTable, NodeKey
+from keepstep.controlplane.leases import Contact, LeaseTable, NodeKey
 from keepstep.model.ids import JobId, NodeId
 
 A = NodeKey(JobId("j"), NodeId("a"))
@@ -45,28 +45,16 @@ def test_reconnecting_within_the_lease_is_one_edge() -> None:
     assert table.expired(15.9) == []
 
 
-def test_nodes_of_the_log_are_given_time_to_come_back() -> None:
-    """After a restart a node is first expected, then missing, then expired; one that comes back is no news."""
-    table = LeaseTable(10.0)
-    table.expect(A, 0.0)
-    table.expect(B, 0.0)
-    assert table.next_look() == RETURN_GRACE_S
-    assert table.missing(RETURN_GRACE_S - 0.1) == []
-    assert not table.heard(A, 1.0)
-    assert table.missing(RETURN_GRACE_S) == [B]
-    assert table.missing(RETURN_GRACE_S) == []
-    assert table.expired(10.0) == [(B, 10.0)]
-    assert table.heard(B, 11.0)
-
-
 def test_what_the_log_already_says_is_not_said_again() -> None:
-    """A node that had been given up before the restart is not given up twice, but its return is news."""
+    """After a restart leases run anew; a node given up before is not given up twice, but its return is news."""
     table = LeaseTable(10.0)
-    table.expect(A, 0.0, Contact.EXPIRED)
-    table.expect(B, 0.0, Contact.BROKEN)
-    assert table.missing(9.0) == []
-    assert table.expired(10.0) == [(B, 10.0)]
-    assert table.heard(A, 11.0)
+    table.expect(A, 5.0, Contact.EXPIRED)
+    table.expect(B, 5.0, Contact.BROKEN)
+    assert table.next_look() == 15.0
+    assert not table.broken(B)
+    assert table.expired(15.0) == [(B, 10.0)]
+    assert table.heard(A, 16.0)
+    assert table.heard(B, 16.0)
 
 
 def test_our_own_sleep_is_not_held_against_the_nodes() -> None:

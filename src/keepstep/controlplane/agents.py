@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import structlog
@@ -195,8 +195,14 @@ class AgentDesk:
 
     # ------------------------------------------------------------ leases
 
-    def watch(self) -> None:
-        """Start looking after leases (those of the log included)."""
+    def take_over(self, nodes: Iterable[tuple[NodeKey, Contact]]) -> None:
+        """Start from the log after a restart: whoever was connected is so no more, and it was we who went away."""
+        now = self._monotonic()
+        for key, contact in nodes:
+            self._leases.expect(key, now, Contact.BROKEN if contact is Contact.ALIVE else contact)
+            if contact is Contact.ALIVE:
+                why = "the controller was restarted"
+                self._tell(AgentDisconnected(job=key.job, node=key.node, at=self._clock.now(), why=why, ours=True))
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -216,9 +222,6 @@ class AgentDesk:
         for key, connection in self._by_node.items():
             if connection.paused:
                 self._leases.heard(key, now)
-        for key in self._leases.missing(now):
-            why = "did not come back after the controller's restart"
-            self._tell(AgentDisconnected(job=key.job, node=key.node, at=self._clock.now(), why=why))
         for key, silent_s in self._leases.expired(now):
             log.warning("lease expired", job=key.job, node=key.node, silent_s=round(silent_s, 3))
             self._tell(LeaseExpired(job=key.job, node=key.node, at=self._clock.now(), silent_s=silent_s))

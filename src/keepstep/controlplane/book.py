@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from keepstep.controlplane.leases import Contact, LeaseTable, NodeKey
+from keepstep.controlplane.leases import Contact, NodeKey
 from keepstep.core.controller import Controller
 from keepstep.core.state import Link
 from keepstep.model.actions import AnyAction
@@ -12,7 +12,7 @@ from keepstep.model.ids import JobId
 from keepstep.model.topology import JobSpec
 
 _CONTACT: dict[Link, Contact] = {
-    "up": Contact.EXPECTED,
+    "up": Contact.ALIVE,
     "away": Contact.BROKEN,
     "broken": Contact.BROKEN,
     "expired": Contact.EXPIRED,
@@ -30,11 +30,10 @@ class DurableBook:
         return found.spec if found else None
 
     def acked(self, key: NodeKey) -> int:
-        found = self._mind().job(key.job)
-        return found.seqs.get(key.node, 0) if found else 0
+        return self._mind().acked(key.job, key.node)
 
     def pending(self, key: NodeKey) -> Sequence[AnyAction]:
-        return [action for action in self._mind().pending_orders(key.node) if action.job == key.job]
+        return self._mind().pending_orders(key.node, key.job)
 
     def ended(self, job: JobId) -> tuple[str, int] | None:
         found = self._mind().job(job)
@@ -43,12 +42,12 @@ class DurableBook:
         return found.state, found.exit_code or 0
 
 
-def expect_nodes(mind: Controller, leases: LeaseTable, now: float) -> None:
-    """After a restart: every node that the log knows and that has not left is expected back."""
-    for job in mind.jobs():
-        if job.over:
-            continue
-        for node in job.nodes.values():
-            contact = _CONTACT.get(node.link)
-            if contact is not None:
-                leases.expect(NodeKey(job.id, node.node), now, contact)
+def known_nodes(mind: Controller) -> list[tuple[NodeKey, Contact]]:
+    """Every node of a running job that has not left, and how the log last saw it."""
+    return [
+        (NodeKey(job.id, node.node), _CONTACT[node.link])
+        for job in mind.jobs()
+        if not job.over
+        for node in job.nodes.values()
+        if node.link in _CONTACT
+    ]

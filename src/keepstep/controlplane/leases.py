@@ -13,10 +13,6 @@ from typing import NamedTuple
 
 from keepstep.model.ids import JobId, NodeId
 
-RETURN_GRACE_S = 2.0
-"""After a restart of the controller: how long an agent of the log may take to connect before it counts as
-disconnected. Agents try at least once a second."""
-
 
 class NodeKey(NamedTuple):
     """A node of a job; the same host may serve several jobs under one name."""
@@ -27,8 +23,6 @@ class NodeKey(NamedTuple):
 
 class Contact(Enum):
     ALIVE = "alive"
-    EXPECTED = "expected"
-    """Was connected to the controller's predecessor and has not come back yet."""
     BROKEN = "broken"
     EXPIRED = "expired"
 
@@ -49,8 +43,8 @@ class LeaseTable:
         self._lease_s = lease_s
         self._leases: dict[NodeKey, _Lease] = {}
 
-    def expect(self, key: NodeKey, now: float, contact: Contact = Contact.EXPECTED) -> None:
-        """Start from what the log says about a node: its lease runs anew from ``now``."""
+    def expect(self, key: NodeKey, now: float, contact: Contact) -> None:
+        """Start from what the log says about a node; its lease runs anew from ``now``."""
         self._leases[key] = _Lease(now, contact)
 
     def heard(self, key: NodeKey, now: float) -> bool:
@@ -79,13 +73,6 @@ class LeaseTable:
         for key in [key for key in self._leases if key.job == job]:
             del self._leases[key]
 
-    def missing(self, now: float) -> list[NodeKey]:
-        """Nodes of the log that did not come back in time; each is returned once."""
-        gone = [k for k, lease in self._leases.items() if _is_missing(lease, now)]
-        for key in gone:
-            self._leases[key].contact = Contact.BROKEN
-        return gone
-
     def expired(self, now: float) -> list[Expired]:
         """Leases that have run out; each is returned once."""
         out = []
@@ -96,14 +83,9 @@ class LeaseTable:
         return out
 
     def next_look(self) -> float | None:
-        """The monotonic second at which ``missing`` or ``expired`` can next have something to say."""
-        dues = []
-        for lease in self._leases.values():
-            if lease.contact is Contact.EXPECTED:
-                dues.append(lease.heard + min(RETURN_GRACE_S, self._lease_s))
-            elif lease.contact is not Contact.EXPIRED:
-                dues.append(lease.heard + self._lease_s)
-        return min(dues, default=None)
+        """The monotonic second at which ``expired`` can next have something to say."""
+        running = [lease.heard for lease in self._leases.values() if lease.contact is not Contact.EXPIRED]
+        return min(running) + self._lease_s if running else None
 
     def forgive(self, now: float) -> None:
         """We ourselves were asleep (stopped, starved): the silence was ours, so all leases run anew."""
@@ -114,7 +96,3 @@ class LeaseTable:
     def contact(self, key: NodeKey) -> Contact | None:
         lease = self._leases.get(key)
         return lease.contact if lease else None
-
-
-def _is_missing(lease: _Lease, now: float) -> bool:
-    return lease.contact is Contact.EXPECTED and now - lease.heard >= RETURN_GRACE_S

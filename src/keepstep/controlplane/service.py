@@ -20,7 +20,7 @@ from keepstep import __version__
 from keepstep.controlplane.address import ADDRESS_FILE, Address, listen, read_address, write_address
 from keepstep.controlplane.agents import AgentDesk
 from keepstep.controlplane.api import Desk, make_app
-from keepstep.controlplane.book import DurableBook, expect_nodes
+from keepstep.controlplane.book import DurableBook, known_nodes
 from keepstep.controlplane.clock import AnchoredClock
 from keepstep.controlplane.config import ControllerConfig
 from keepstep.controlplane.connection import AgentConnection
@@ -80,7 +80,6 @@ class _Service:
         self._config = config
         clock = AnchoredClock(not_before=folded.newest_at)
         leases = LeaseTable(config.policy.lease_s)
-        expect_nodes(folded.mind, leases, time.monotonic())
         news = News()
         self.writer: Writer[Controller] = Writer(
             event_log=event_log,
@@ -123,7 +122,7 @@ class _Service:
             http_task = loop.create_task(http.serve(sockets=[http_socket]))
             writer_task = loop.create_task(self.writer.run())
             told = loop.create_task(self._told_to_leave.wait())
-            self._agents.watch()
+            self._agents.take_over(known_nodes(self.writer.durable))
             announce()
             try:
                 await asyncio.wait({told, writer_task, http_task}, return_when=asyncio.FIRST_COMPLETED)
