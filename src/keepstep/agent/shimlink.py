@@ -43,6 +43,8 @@ class ShimLink:
         self._statuses: dict[int, int] = {}
         self._heard: dict[int, asyncio.Event] = {}
         self._closing = False
+        self._told = asyncio.Event()
+        """Set once the shim has said what it knows."""
         self.pid = 0
         self.zygote_warm = False
         self.on_state: Callable[[dict[str, int], set[str]], None] = lambda pids, queued: None
@@ -97,6 +99,10 @@ class ShimLink:
         """Wait status of an ended process, or ``None`` when the shim does not say within that time."""
         if (known := self._own_status(pid)) is not None:
             return known
+        if not self._told.is_set():
+            # We are new ourselves; the shim may have kept the exit for us.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._told.wait(), START_S)
         if pid not in self._statuses and self._writer is not None:
             event = self._heard.setdefault(pid, asyncio.Event())
             with contextlib.suppress(TimeoutError):
@@ -187,6 +193,7 @@ class ShimLink:
             elif name not in queued:
                 self._send(request)
         self.on_state(pids, queued)
+        self._told.set()
 
     def _resolve(self, name: str, pid: int) -> None:
         future = self._waiters.get(name)
