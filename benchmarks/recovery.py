@@ -98,7 +98,7 @@ class KeepstepLane:
         watch = self.cluster.watch
         if self.fault == "node":
             home = {m.node for m in watch.roster.members} if watch.roster else set()
-            return any(node not in home for node in watch.parked.values())
+            return any(node not in home for node, _ in watch.parked)
         return watch.standbys_on(self.cluster.node_of(victim)) > 0
 
     def _hurt(self, victim: int) -> None:

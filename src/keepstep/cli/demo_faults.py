@@ -92,7 +92,8 @@ def wait_until_ready(cluster: Cluster, fault: Fault, tick: Tick) -> None:
 
     def standby_there() -> bool:
         if fault.needs_spare_node:
-            return any(name.startswith("spare") for name in watch.parked.values())
+            members = {m.node for m in watch.roster.members} if watch.roster else set()
+            return any(node not in members for node, _ in watch.parked)
         return watch.standbys_on(cluster.node_of(fault.rank)) > 0
 
     cluster.until(watch.settled, READY_LIMIT_S, "all ranks to train", tick)

@@ -92,7 +92,7 @@ class View:
             rows.add_row(
                 str(member.rank), member.node, str(beat.pid), phase, str(beat.step), "█" * done + "░" * (24 - done)
             )
-        parked = ", ".join(sorted(set(watch.parked.values()))) or "none"
+        parked = ", ".join(sorted({node for node, _ in watch.parked})) or "none"
         head = Text(f"job {cluster.job}  {watch.state.lower()}  epoch {epoch}  standbys on: {parked}", style="bold")
         return Group(Text(""), head, rows)
 

@@ -85,7 +85,8 @@ class Watch:
         self.exit_code: int | None = None
         self.incidents: dict[str, Incident] = {}
         self.joined: set[NodeId] = set()
-        self.parked: dict[SlotId, NodeId] = {}
+        self.parked: set[tuple[NodeId, SlotId]] = set()
+        """Warm processes that wait for a rank, by node and slot (slots are named per node)."""
         self.joins: dict[int, set[int]] = {}
         self.resumed: dict[int, set[int]] = {}
         self.advanced: dict[int, set[int]] = {}
@@ -122,7 +123,7 @@ class Watch:
         return len(done) == self.roster.world_size and all(i.over for i in self.incidents.values())
 
     def standbys_on(self, node: str) -> int:
-        return sum(1 for where in self.parked.values() if where == node)
+        return sum(1 for where, _ in self.parked if where == node)
 
     def _fold(self, entry: Entry) -> None:
         self.entries = entry.seq
@@ -132,14 +133,14 @@ class Watch:
                 self.roster = record.roster
                 self._local.discard(record.roster.epoch)
                 for member in record.roster.members:
-                    self.parked.pop(member.slot, None)
+                    self.parked.discard((member.node, member.slot))
             case JobMoved():
                 self.state, self.why, self.exit_code = record.to, record.why, record.exit_code
             case StandbyMoved():
                 if record.to == "SLEEPING":
-                    self.parked[record.slot] = record.node
+                    self.parked.add((record.node, record.slot))
                 else:
-                    self.parked.pop(record.slot, None)
+                    self.parked.discard((record.node, record.slot))
             case Observed():
                 self._observe(record)
             case IncidentOpened() | IncidentMoved() | SuspectNamed() | PlanMade() | IncidentMeasured():
@@ -152,9 +153,9 @@ class Watch:
             case AgentJoined():
                 self.joined.add(fact.node)
             case StandbyReady():
-                self.parked.setdefault(fact.slot, fact.node)
+                self.parked.add((fact.node, fact.slot))
             case StandbyGone():
-                self.parked.pop(fact.slot, None)
+                self.parked.discard((fact.node, fact.slot))
             case RankJoined():
                 self.joins.setdefault(fact.epoch, set()).add(fact.rank)
             case RankResumed():
