@@ -1,0 +1,362 @@
+"""A node whose workers talk to it: seats, standbys, survivors, and faults without a controller.
+
+The workers here speak the wire of the SDK but train nothing, so that what is tested is the agent's part alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from agent_rig import JOB, AgentProcess, FakeController, join, joined, next_id, roster_of, until
+
+from keepstep.agent.config import Program
+from keepstep.model.actions import InjectFault, KeepStandbys
+from keepstep.model.facts import (
+    ActionDone,
+    ActionFailed,
+    CollectiveBroken,
+    RankResumed,
+    RankStalled,
+    RecoveredLocally,
+    SdkAttached,
+    StallEnded,
+    StandbyGone,
+    StandbyReady,
+    StoreLost,
+    StoreReady,
+    WorkerExited,
+)
+from keepstep.model.ids import Epoch, NodeId, Rank
+from keepstep.model.topology import Roster
+
+WORKER = """
+import json, mmap, os, pathlib, socket, struct, sys, time
+from keepstep.model import wire
+from keepstep.model.beat import LAYOUT, Phase, Word
+from keepstep.model.facts import UserError
+
+node_dir, run = pathlib.Path(os.environ["KEEPSTEP_NODE_DIR"]), pathlib.Path(os.environ["KEEPSTEP_RUN_DIR"])
+slot = os.environ["KEEPSTEP_SLOT"]
+with open(node_dir / "beat" / slot, "r+b") as file:
+    beat = memoryview(mmap.mmap(file.fileno(), 128)).cast("q")
+beat[Word.PHASE] = Phase.STEP
+beat[Word.LAYOUT] = LAYOUT
+notes = run / f"{os.environ['KEEPSTEP_NODE']}.{slot}"
+epoch = rank = 0
+def note(word):
+    with open(notes, "a") as file:
+        file.write(word + chr(10))
+def say(frame):
+    sock.sendall(wire.pack(frame))
+while True:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.connect(str(node_dir / "agent.sock"))
+    except OSError:
+        time.sleep(0.02)
+        continue
+    say(wire.WorkerHello(protocol=wire.PROTOCOL, version="t", slot=slot, pid=os.getpid(), epoch=epoch))
+    unpacker = wire.Unpacker(wire.AgentToWorker)
+    sock.settimeout(0.01)
+    while True:
+        beat[Word.BEAT_NS] = 0 if (run / f"hang{rank}").exists() and epoch else time.monotonic_ns()
+        if (run / f"hang{rank}").exists() and epoch:
+            beat[Word.BEAT_NS] = 1
+        if (run / f"fail{rank}").exists() and epoch:
+            say(wire.WorkerFailed(error=UserError(type="ValueError", message="nan", file="t.py", line=3, step=4)))
+            sys.exit(1)
+        try:
+            data = sock.recv(65536)
+        except TimeoutError:
+            continue
+        except OSError:
+            data = b""
+        if not data:
+            break
+        for frame in unpacker.feed(data):
+            if isinstance(frame, wire.TakeSeat):
+                if epoch:
+                    say(wire.WorkerBroken(epoch=epoch, step=3, error="aborted"))
+                epoch, rank = frame.roster.epoch, frame.rank
+                beat[Word.EPOCH], beat[Word.STEP] = epoch, 3
+                note(f"seat {rank} {epoch} {frame.roster.origin} {os.getpid()}")
+                say(wire.WorkerJoined(epoch=epoch, ms=1.0))
+                say(wire.WorkerResumed(epoch=epoch, step=3, newest=3, source="live", phases={"swap": 1.0}))
+                say(wire.WorkerAdvanced(epoch=epoch, step=4))
+            elif isinstance(frame, wire.Refused):
+                note("refused " + frame.why)
+                sys.exit(frame.code)
+            else:
+                note(type(frame).__name__)
+"""
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(work())  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def rig(
+    node_dir: Path, tmp_path: Path, *, nodes: int = 1, **more: Any
+) -> AsyncIterator[tuple[FakeController, list[AgentProcess]]]:
+    controller = FakeController()
+    await controller.open()
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    program = Program(kind="script", target=str(script))
+    agents = [
+        AgentProcess(node_dir / str(i), tmp_path / "run", controller, program, node=f"n{i}", **more)
+        for i in range(nodes)
+    ]
+    for agent in agents:
+        await agent.start()
+    try:
+        yield controller, agents
+    finally:
+        for agent in agents:
+            await agent.stop()
+        await controller.close()
+        for agent in agents:
+            print(agent.log)
+
+
+def keep(count: int, node: str = "n0") -> KeepStandbys:
+    return KeepStandbys(id=next_id("keep"), job=JOB, epoch=Epoch(1 << 16), node=NodeId(node), count=count)
+
+
+async def running(controller: FakeController, roster: Roster, ranks: int) -> None:
+    """Started and every rank holds its state."""
+    for node in {m.node for m in roster.members}:
+        controller.order(join(roster, node))
+    await until(
+        lambda: len({f.rank for f in controller.all(RankResumed) if f.epoch == roster.epoch}) == ranks, within_s=40
+    )
+
+
+def seats(agent: AgentProcess, slot: str) -> list[str]:
+    with contextlib.suppress(FileNotFoundError):
+        return (agent.run_dir / f"{agent.config.node}.{slot}").read_text().splitlines()
+    return []
+
+
+def accepted(agent: AgentProcess) -> Roster:
+    return msgspec.msgpack.decode((agent.node_dir / "roster").read_bytes(), type=Roster)
+
+
+def test_standby_takes_the_vacant_seat(node_dir: Path, tmp_path: Path) -> None:
+    """Attach once, park, promote: the survivor keeps its process, the standby becomes rank 1, another is parked."""
+
+    async def story() -> None:
+        async with rig(node_dir, tmp_path) as (controller, [agent]):
+            await joined(controller)
+            first = roster_of("n0")
+            await running(controller, first, 2)
+            assert len(controller.all(SdkAttached)) == 2
+            controller.order(keep(1))
+            standby = await controller.wait(StandbyReady)
+            assert standby.slot == "s0"
+            survivor = agent.pid_of("r0e65536")
+            os.kill(agent.pid_of("r1e65536"), signal.SIGKILL)
+            await controller.wait(WorkerExited, lambda f: f.rank == 1)
+            second = roster_of("n0", epoch=2, mode="in_process", slots={0: "r0e65536", 1: "s0"}, newcomers=(1,))
+            await running(controller, second, 2)
+            assert agent.pid_of("r0e65536") == survivor
+            assert [line.split()[:3] for line in seats(agent, "s0")] == [["seat", "1", str(second.epoch)]]
+            assert [line.split()[1] for line in seats(agent, "r0e65536")] == ["0", "0"]
+            assert len(controller.all(SdkAttached)) == 2, "a promoted standby does not attach again"
+            assert (agent.run_dir / "logs" / "0" / "n0" / "rank_1.s0.out").exists()
+            await controller.wait(StandbyReady, lambda f: f.slot != "s0")
+            broken = await controller.wait(CollectiveBroken)
+            assert (broken.rank, broken.epoch) == (0, first.epoch)
+
+    run(story)
+
+
+def test_restarted_agent_is_found_by_its_workers(node_dir: Path, tmp_path: Path) -> None:
+    """kill -9 of the agent: workers connect again, nothing is reported twice, seats taken meanwhile are told then."""
+
+    async def story() -> None:
+        async with rig(node_dir, tmp_path) as (controller, [agent]):
+            await joined(controller)
+            await running(controller, roster_of("n0"), 2)
+            controller.order(keep(1))
+            await controller.wait(StandbyReady)
+            await agent.kill()
+            controller.facts.clear()
+            await agent.start()
+            await joined(controller)
+            states = controller.facts[0].slots  # type: ignore[union-attr]
+            assert {(s.slot, s.role, s.parked) for s in states} == {
+                ("r0e65536", "worker", False),
+                ("r1e65536", "worker", False),
+                ("s0", "standby", True),
+            }
+            second = roster_of("n0", epoch=2, mode="in_process", slots={0: "r0e65536", 1: "s0"}, newcomers=(1,))
+            await running(controller, second, 2)
+            left = await controller.wait(WorkerExited)
+            assert (left.rank, left.killed_by_us) == (1, True), "who has no seat is ended"
+            assert controller.all(SdkAttached) == []
+
+    run(story)
+
+
+def test_worker_errors_and_injected_faults(node_dir: Path, tmp_path: Path) -> None:
+    """What the SDK said before the exit comes with the exit; injection reaches the worker, once, only where allowed."""
+
+    async def story() -> None:
+        async with rig(node_dir, tmp_path, spec={"allow_inject": True}) as (controller, [agent]):
+            await joined(controller)
+            await running(controller, roster_of("n0"), 2)
+            order = InjectFault(
+                id=next_id("slow"), job=JOB, epoch=Epoch(1 << 16), node=NodeId("n0"), fault="slow", rank=Rank(0)
+            )
+            controller.order(order, order)
+            await until(lambda: len([f for f in controller.all(ActionDone) if f.action == order.id]) == 2)
+            await until(lambda: "SlowDown" in seats(agent, "r0e65536"))
+            nobody = msgspec.structs.replace(order, id=next_id("slow"), rank=Rank(7))
+            controller.order(nobody)
+            failed = await controller.wait(ActionFailed)
+            assert "rank 7" in failed.why
+            (agent.run_dir / "fail1").write_text("")
+            ended = await controller.wait(WorkerExited)
+            assert ended.error is not None
+            assert (ended.rank, ended.code, ended.error.signature) == (1, 1, "ValueError@t.py:3")
+            assert seats(agent, "r0e65536").count("SlowDown") == 1
+
+    run(story)
+
+
+def test_silent_rank_is_reported_once_and_forgiven(node_dir: Path, tmp_path: Path) -> None:
+    """No beat for longer than the limit: one RankStalled with its position; a beat again: StallEnded."""
+
+    async def story() -> None:
+        async with rig(node_dir, tmp_path, spec={"hang_detect": "300ms"}) as (controller, [agent]):
+            await joined(controller)
+            await running(controller, roster_of("n0"), 2)
+            (agent.run_dir / "hang1").write_text("")
+            stalled = await controller.wait(RankStalled)
+            assert (stalled.rank, stalled.phase, stalled.step, stalled.limit_s) == (1, "STEP", 3, 0.3)
+            (agent.run_dir / "hang1").unlink()
+            ended = await controller.wait(StallEnded)
+            assert ended.rank == 1
+            assert len(controller.all(RankStalled)) == 1
+
+    run(story)
+
+
+def test_one_node_helps_itself_without_a_controller(node_dir: Path, tmp_path: Path) -> None:
+    """Controller killed, then a rank: the agent is its own deputy, opens a minor epoch, tells it later."""
+
+    async def story() -> None:
+        more = {"services": ("store",), "controller_patience_s": 0.3}
+        async with rig(node_dir, tmp_path, **more) as (controller, [agent]):
+            await joined(controller)
+            store = await controller.wait(StoreReady, within_s=60)
+            first = roster_of("n0", store_port=store.port)
+            await running(controller, first, 2)
+            controller.order(keep(1))
+            standby = await controller.wait(StandbyReady)
+            await controller.wait(StoreReady, lambda f: f.port != store.port)
+            await controller.close()
+            os.kill(agent.pid_of("r1e65536"), signal.SIGKILL)
+            await until(lambda: accepted(agent).epoch > first.epoch)
+            await until(lambda: seats(agent, standby.slot) != [])
+            roster = accepted(agent)
+            assert (roster.epoch, roster.origin) == (first.epoch + 1, "n0")
+            assert [m.slot for m in roster.members] == ["r0e65536", standby.slot]
+            assert [m.newcomer for m in roster.members] == [False, True]
+            await controller.open()
+            told = await controller.wait(RecoveredLocally)
+            assert told.roster.key == roster.key
+            assert told.cause.rank == 1
+            await until(lambda: len({f.rank for f in controller.all(RankResumed) if f.epoch == roster.epoch}) == 2)
+            stale = join(msgspec.structs.replace(first))
+            controller.order(stale)
+            assert "older" in (await controller.wait(ActionFailed, lambda f: f.action == stale.id)).why
+            third = roster_of("n0", epoch=2, mode="in_process", slots={0: "r0e65536", 1: standby.slot})
+            await running(controller, third, 2)
+
+    run(story)
+
+
+def test_two_nodes_agree_on_a_deputy(tmp_path: Path) -> None:
+    """The fault is on n1, the deputy is n0 (lowest rank); both enter one minor epoch; a cold process takes the seat."""
+
+    async def story(node_dir: Path) -> None:
+        more = {"services": ("store",), "controller_patience_s": 0.3, "spec": {"nproc_per_node": 1}}
+        async with rig(node_dir, tmp_path, nodes=2, **more) as (controller, agents):
+            hello = await joined(controller, 2)
+            store = await controller.wait(StoreReady, lambda f: f.node == "n0", within_s=60)
+            ports = {n: f.peer_port for n, f in hello.items()}
+            first = roster_of("n0", "n1", per_node=1, peer_ports=ports, store_port=store.port)
+            await running(controller, first, 2)
+            await controller.wait(StoreReady, lambda f: f.node == "n0" and f.port != store.port, within_s=30)
+            await controller.close()
+            os.kill(agents[1].pid_of("r1e65536"), signal.SIGKILL)
+            for agent in agents:
+                await until(lambda a=agent: accepted(a).epoch > first.epoch)
+            rosters = [accepted(agent) for agent in agents]
+            assert rosters[0] == rosters[1]
+            assert rosters[0].origin == "n0"
+            newcomer = rosters[0].members[1]
+            assert newcomer.newcomer
+            await until(lambda: seats(agents[1], newcomer.slot) != [])
+            await controller.open()
+            await controller.wait(RecoveredLocally, lambda f: f.node == "n0")
+
+    path = Path(tempfile.mkdtemp(prefix="ks", dir="/dev/shm"))
+    try:
+        asyncio.run(story(path))
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def test_standbys_that_never_park_are_given_up(node_dir: Path, tmp_path: Path) -> None:
+    """A script that runs past keepstep.init (or crashes before) is not started over and over."""
+
+    async def story() -> None:
+        script = tmp_path / "bad.py"
+        script.write_text("raise ImportError('no such module')")
+        controller = FakeController()
+        await controller.open()
+        agent = AgentProcess(node_dir / "0", tmp_path / "run", controller, Program(kind="script", target=str(script)))
+        await agent.start()
+        try:
+            await joined(controller)
+            controller.order(keep(1))
+            await until(lambda: "no more standbys" in agent.log)
+            assert len(controller.all(StandbyGone)) == 3
+            assert "ImportError" in controller.all(StandbyGone)[0].why
+        finally:
+            await agent.stop()
+            await controller.close()
+
+    run(story)
+
+
+def test_store_is_replaced_when_it_dies(node_dir: Path, tmp_path: Path) -> None:
+    """store-loss: StoreLost, then a new unused store."""
+
+    async def story() -> None:
+        more = {"services": ("store",), "spec": {"allow_inject": True}}
+        async with rig(node_dir, tmp_path, **more) as (controller, [_]):
+            await joined(controller)
+            old = await controller.wait(StoreReady, within_s=60)
+            controller.order(
+                InjectFault(id=next_id("i"), job=JOB, epoch=Epoch(1 << 16), node=NodeId("n0"), fault="store-loss")
+            )
+            await controller.wait(StoreLost)
+            new = await controller.wait(StoreReady, lambda f: f.seq > old.seq, within_s=60)
+            assert new.port != old.port
+
+    run(story)
