@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from keepstep.model.facts import UserError
 from keepstep.model.ids import NO_EPOCH, Epoch, SlotId
 from keepstep.model.wire import (
     PROTOCOL,
@@ -31,7 +30,6 @@ from keepstep.model.wire import (
     TakeSeat,
     Unpacker,
     WorkerCannotResume,
-    WorkerFailed,
     WorkerHello,
     pack,
 )
@@ -110,9 +108,8 @@ class Control:
             self._queue.append(frame)
         self._wake()
 
-    def send_failure(self, error: UserError, limit_s: float) -> None:
-        """Tell the agent why this process is about to end, and give the words ``limit_s`` to leave."""
-        self.send(WorkerFailed(error=error))
+    def flush(self, limit_s: float) -> None:
+        """Give what was sent up to ``limit_s`` to leave: this process may end soon, and this thread with it."""
         deadline = time.monotonic() + limit_s
         with self._lock:
             while self._queue and (left := deadline - time.monotonic()) > 0:

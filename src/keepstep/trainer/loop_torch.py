@@ -38,6 +38,8 @@ REBUILD_LIMIT_S = 600.0
 REPLICA_WAIT_S = 2.0
 """How long the first reduction of a step waits for the previous step's copy on the other node."""
 REPLICA_POLL_S = 0.0002
+FAREWELL_S = 1.0
+"""How long the word that the loop is complete may take to leave; the script may end right after it."""
 
 
 class Loop:
@@ -117,8 +119,9 @@ class Loop:
         session = self._s
         session.control.done = True
         session.losses.flush()
-        session.control.send(WorkerDone(epoch=session.roster.epoch, step=self.done))
         session.beat.phase(Phase.DONE)
+        session.control.send(WorkerDone(epoch=session.roster.epoch, step=self.done))
+        session.control.flush(FAREWELL_S)
         return True
 
     # ---------------------------------------------------------------- one step

@@ -91,10 +91,12 @@ class Restorer:
     # ---------------------------------------------------------------- what there is
 
     def _holdings(self, live: Version | None, holders: dict[Version, PeerClient], dropped: set[Version]) -> Holdings:
-        clean = live if live is not None and self._state.clean and live in self._snapshots.private() else None
+        private = self._snapshots.private()
+        clean = live if live is not None and self._state.clean and live in private else None
         return Holdings(
             live=clean,
             full=tuple(v for v in self._snapshots.full() if v not in dropped),
+            private=tuple(private),
             peer=tuple(v for v in sorted(holders, reverse=True) if v not in dropped)[:2],
             replicated=self._state.replicated,
         )

@@ -17,7 +17,7 @@ from keepstep.checkpoint.exceptions import NotEnoughMemory
 from keepstep.model import env, exits
 from keepstep.model.beat import Phase
 from keepstep.model.topology import Roster
-from keepstep.model.wire import TakeSeat
+from keepstep.model.wire import TakeSeat, WorkerFailed
 from keepstep.trainer.beat import Beat
 from keepstep.trainer.control import Control
 from keepstep.trainer.exceptions import CannotResume
@@ -29,7 +29,7 @@ from keepstep.trainer.state_torch import State
 from keepstep.trainer.steps import describe_error
 
 FAREWELL_S = 1.0
-"""How long the words about a failure may take to leave before the process goes on dying."""
+"""How long a process's last words may take to leave before it goes on to its end."""
 
 
 class Session:
@@ -127,7 +127,8 @@ class Session:
             return
         self._reported = True
         consequence = self.groups.aborted or self.groups.broken is not None
-        self.control.send_failure(describe_error(error, step=step, consequence=consequence), FAREWELL_S)
+        self.control.send(WorkerFailed(error=describe_error(error, step=step, consequence=consequence)))
+        self.control.flush(FAREWELL_S)
 
     def watch_uncaught(self) -> None:
         """Exceptions outside of steps are reported too, before Python prints them."""
