@@ -58,15 +58,20 @@ def test_what_the_log_already_says_is_not_said_again() -> None:
 
 
 def test_our_own_sleep_is_not_held_against_the_nodes() -> None:
-    """After this process was stopped for a while, leases run anew instead of all expiring at once."""
+    """After this process was stopped, silent nodes get a moment more, but only once per silence."""
     table = LeaseTable(10.0)
     table.heard(A, 0.0)
     table.heard(B, 0.0)
-    table.expired(10.0)
-    table.heard(B, 10.0)
-    table.forgive(500.0)
-    assert table.expired(509.0) == []
-    assert table.expired(510.0) == [(B, 10.0)]
+    table.forgive(500.0, 2.0)
+    assert table.expired(501.9) == []
+    assert table.next_look() == 502.0
+    assert not table.heard(A, 501.0)
+    table.forgive(502.0, 2.0)
+    assert table.expired(502.0) == [(B, 502.0)]
+    assert table.expired(510.9) == []
+    table.forgive(511.0, 2.0)
+    assert table.expired(512.9) == []
+    assert table.expired(513.0) == [(A, 12.0)]
 
 
 def test_who_left_in_good_order_is_forgotten() -> None:

@@ -25,6 +25,7 @@ from keepstep.model.facts import (
     AgentDisconnected,
     AnyFact,
     LeaseExpired,
+    LeaseRenewed,
     StandbyGone,
     StandbyReady,
     StoreReady,
@@ -178,6 +179,36 @@ def test_orders_are_repeated_after_kill_9_until_done(controller: ControllerProce
     asyncio.run(after())
 
 
+def test_after_a_restart_nodes_are_expected_back(tmp_path: Path) -> None:
+    """A restarted controller says it was away itself; who comes back is renewed, who does not expires once."""
+    with ControllerProcess(tmp_path / "run", policy=Policy(lease_s=1.0), heartbeat_s=0.1) as controller:
+        address = controller.start()
+
+        async def arrive(*nodes: str) -> None:
+            for node in nodes:
+                client, welcome = await Client.welcomed(address.agent_port, node=node)
+                client.report(joined(welcome.acked + 1, node=node))
+                await client.acked(welcome.acked + 1)
+            controller.kill()
+
+        async def one_returns() -> None:
+            client, welcome = await Client.welcomed(address.agent_port, node="n0")
+            client.report(joined(welcome.acked + 1, boot="b2"))
+            while not [f for f in facts_of(controller.run_dir) if isinstance(f, LeaseExpired)]:
+                client.report()
+                await asyncio.sleep(0.05)
+
+        asyncio.run(arrive("n0", "n1"))
+        before = len(facts_of(controller.run_dir))
+        controller.start()
+        asyncio.run(one_returns())
+        controller.kill()
+        after = facts_of(controller.run_dir)[before:]
+        assert {f.node for f in after if isinstance(f, AgentDisconnected) and f.ours} == {"n0", "n1"}
+        assert [f.node for f in after if isinstance(f, LeaseRenewed)] == ["n0"]
+        assert [f.node for f in after if isinstance(f, LeaseExpired)] == ["n1"]
+
+
 def test_beyond_loopback_a_token_is_needed(tmp_path: Path) -> None:
     """Without one it does not start; with one neither an agent nor a person gets in without it."""
     with ControllerProcess(tmp_path / "bare", host="0.0.0.0") as bare:
@@ -293,9 +324,9 @@ def test_a_frozen_controller_does_not_blame_its_nodes(tmp_path: Path) -> None:
             await frozen
             client.report(chatter(2))
             await client.acked(2)
+            assert not [f for f in facts_of(controller.run_dir) if isinstance(f, (LeaseExpired, AgentDisconnected))]
 
         asyncio.run(talk())
-        assert not [f for f in facts_of(controller.run_dir) if isinstance(f, (LeaseExpired, AgentDisconnected))]
 
 
 @pytest.fixture

@@ -29,8 +29,10 @@ from keepstep.model.wire import PROTOCOL, AgentHello, Reports, Welcome
 from keepstep.ports import Clock, Entry
 
 MAX_CONNECTIONS = 16_384
-OVERSLEPT_S = 1.0
+OVERSLEPT_S = 0.1
 """A look at the leases that comes later than this after its time shows that this process itself was held up."""
+GRACE_HEARTBEATS = 3
+"""How many heartbeats' time a silent node gets then, once."""
 
 log = structlog.get_logger(__name__)
 
@@ -217,8 +219,8 @@ class AgentDesk:
         self._timer = None
         now = self._monotonic()
         if now - due > OVERSLEPT_S:
-            log.warning("this process was held up; leases run anew", late_s=round(now - due, 3))
-            self._leases.forgive(now)
+            log.warning("this process was held up; silent nodes get a moment more", late_s=round(now - due, 3))
+            self._leases.forgive(now, GRACE_HEARTBEATS * self._heartbeat_s)
         for key, connection in self._by_node.items():
             if connection.paused:
                 self._leases.heard(key, now)

@@ -36,6 +36,8 @@ class Expired(NamedTuple):
 class _Lease:
     heard: float
     contact: Contact
+    extra: float = 0.0
+    """Seconds beyond the lease that this silence may last."""
 
 
 class LeaseTable:
@@ -54,7 +56,7 @@ class LeaseTable:
             self._leases[key] = _Lease(now, Contact.ALIVE)
             return False
         renewed = lease.contact in (Contact.BROKEN, Contact.EXPIRED)
-        lease.heard, lease.contact = now, Contact.ALIVE
+        lease.heard, lease.contact, lease.extra = now, Contact.ALIVE, 0.0
         return renewed
 
     def broken(self, key: NodeKey) -> bool:
@@ -77,21 +79,31 @@ class LeaseTable:
         """Leases that have run out; each is returned once."""
         out = []
         for key, lease in self._leases.items():
-            if lease.contact is not Contact.EXPIRED and now - lease.heard >= self._lease_s:
+            if lease.contact is not Contact.EXPIRED and now - lease.heard >= self._lease_s + lease.extra:
                 lease.contact = Contact.EXPIRED
                 out.append(Expired(key, now - lease.heard))
         return out
 
     def next_look(self) -> float | None:
         """The monotonic second at which ``expired`` can next have something to say."""
-        running = [lease.heard for lease in self._leases.values() if lease.contact is not Contact.EXPIRED]
-        return min(running) + self._lease_s if running else None
+        return min(
+            (
+                lease.heard + self._lease_s + lease.extra
+                for lease in self._leases.values()
+                if lease.contact is not Contact.EXPIRED
+            ),
+            default=None,
+        )
 
-    def forgive(self, now: float) -> None:
-        """We ourselves were asleep (stopped, starved): the silence was ours, so all leases run anew."""
+    def forgive(self, now: float, grace_s: float) -> None:
+        """We ourselves were held up (stopped, starved of CPU) and may have signs of life unread.
+
+        Leases that would run out now get ``grace_s`` more, once per silence: a controller that is always late must
+        still find out who is gone.
+        """
         for lease in self._leases.values():
-            if lease.contact is not Contact.EXPIRED:
-                lease.heard = now
+            if lease.contact is not Contact.EXPIRED and not lease.extra and now - lease.heard >= self._lease_s:
+                lease.extra = now - lease.heard - self._lease_s + grace_s
 
     def contact(self, key: NodeKey) -> Contact | None:
         lease = self._leases.get(key)
