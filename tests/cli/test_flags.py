@@ -120,6 +120,26 @@ class TestParity:
         assert flags.parse(["--allow-i", "t.py"], {}).allow_inject
 
 
+def test_words_for_numbers_of_ranks() -> None:
+    """auto, gpu, cpu and xpu count what torchrun would count; another word is refused."""
+    from torch.distributed.run import determine_local_world_size
+
+    from keepstep.cli.devices_torch import count
+
+    for word in ("cpu", "auto"):
+        assert count(word) == determine_local_world_size(word)
+    for word in ("gpu", "xpu"):
+        try:
+            theirs = determine_local_world_size(word)
+        except ValueError:
+            with pytest.raises(ValueError, match="not available"):
+                count(word)
+        else:
+            assert count(word) == theirs
+    with pytest.raises(ValueError, match="neither a number"):
+        count("many")
+
+
 class TestPlan:
     """The judgement on the words."""
 

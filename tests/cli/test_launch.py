@@ -161,8 +161,8 @@ def test_the_budget_is_finite_and_refills() -> None:
 def test_signals_are_passed_on_once(launched: Callable[..., Launched], number: signal.Signals) -> None:
     """SIGINT stays SIGINT, the others become SIGTERM; the agent's own exit code is returned."""
     run = launched(
-        "signal.signal(15, lambda *_: sys.exit(21)); signal.signal(2, lambda *_: sys.exit(22))\\n"
-        "say('pid')\\ntime.sleep(600)"
+        "signal.signal(15, lambda *_: sys.exit(21)); signal.signal(2, lambda *_: sys.exit(22))\n"
+        "say('pid')\ntime.sleep(600)"
     )
     run.pid_in("pid")
     run.process.send_signal(number)

@@ -10,22 +10,18 @@ from keepstep.cli.plan import Plan
 from keepstep.cli.say import plural, say
 
 
-def announce(plan: Plan, home: Home) -> None:
-    """The first lines: what runs where, what is watched, what is not, and the next command."""
+def announce(plan: Plan, home: Home, nproc: int) -> None:
     assert home.address is not None
     nodes = f"{plan.min_nodes}:{plan.max_nodes}" if plan.min_nodes != plan.max_nodes else str(plan.max_nodes)
-    world = f"{nodes} {'node' if nodes == '1' else 'nodes'} x {plan.nproc} ranks"
-    spare = (
-        f"{plural(plan.standbys, 'warm standby')} per node".replace("standbys", "standbies")
-        if plan.standbys
-        else "no standby"
-    )
-    say(f"job {home.job}, node {home.node}: {world}, {spare}, {plural(plan.standby_nodes, 'spare node')}")
+    world = f"{nodes} {'node' if nodes == '1' else 'nodes'} x {plural(nproc, 'rank')}"
+    spares = [f"{plan.standbys} warm per node"] if plan.standbys else []
+    spares += [plural(plan.standby_nodes, "spare node")] if plan.standby_nodes else []
+    say(f"job {home.job}, node {home.node}: {world}; standby: {', '.join(spares) or 'none'}")
     where = f"{home.address.host}:{home.address.agent_port}"
-    hosted = f"hosted here, pid {home.controller.pid}" if home.controller else "on another launcher"
+    hosted = f"hosted here, pid {home.controller.pid}" if home.controller else "hosted elsewhere"
     say(f"controller {where} ({hosted}); log, output and losses in {home.run_dir}")
     limit = {"auto": "by each rank's own step times", "off": ""}.get(plan.hang_detect, f"after {plan.hang_detect}")
-    silence = f"; ranks that go silent {limit}, once the script uses keepstep.init" if limit else ""
+    silence = f"; ranks that go silent ({limit}), once the script uses keepstep.init" if limit else ""
     say(f"watched: processes that end or stand still{silence}")
     blind = "" if limit else "ranks that go silent (--hang-detect off); "
     say(f"NOT watched: {blind}scripts without keepstep.init that hang; devices, links, wrong numbers")

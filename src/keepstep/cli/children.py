@@ -63,6 +63,10 @@ class Child:
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
+    @property
+    def lived_s(self) -> float:
+        return time.monotonic() - self.started_at
+
     def start(self) -> None:
         self.due = None
         self.started_at = time.monotonic()
@@ -85,7 +89,7 @@ class Child:
 
     def plan_restart(self) -> bool:
         """Set ``due`` from the budget; False when it is spent."""
-        delay = self.budget.delay(time.monotonic() - self.started_at)
+        delay = self.budget.delay(self.lived_s)
         self.due = None if delay is None else time.monotonic() + delay
         return delay is not None
 

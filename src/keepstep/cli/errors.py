@@ -11,6 +11,9 @@ from collections.abc import Iterable
 
 from keepstep.model import exits
 
+BEGINS_ALIKE = 0.85
+"""Share of a wrong word with which the right one must begin, to be suggested before all others."""
+
 
 class DoorError(Exception):
     """Base of all errors shown to a person.
@@ -64,6 +67,15 @@ class Unreachable(DoorError):
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant, if any."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    """The known word that was probably meant, if any: one that begins alike, else one that looks alike."""
+    words = sorted(known, key=len)
+    alike = max(words, key=lambda one: _common(word, one), default="")
+    if _common(word, alike) >= BEGINS_ALIKE * len(word):
+        return alike
+    near = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     return near[0] if near else None
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

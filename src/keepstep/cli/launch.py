@@ -15,7 +15,7 @@ import msgspec
 
 from keepstep.cli import dirs, family, flags, preflight
 from keepstep.cli.banner import announce
-from keepstep.cli.children import Child, Signals
+from keepstep.cli.children import Budget, Child, Signals
 from keepstep.cli.home import Home
 from keepstep.cli.plan import Plan, make_plan
 from keepstep.cli.say import say
@@ -26,6 +26,8 @@ STOP_GRACE_S = 45.0
 """After the first signal: the agent's own grace for the processes (10 s), its clean-up, and room. Then SIGKILL."""
 SECOND_S = 0.3
 """Two ctrl-C closer than this are one: a terminal and a wrapper such as make both pass it on."""
+CRASHES = 3
+"""Crashes of the agent by its own error, in a row, that are answered by a restart; the same error would come again."""
 LEAVE_S = 3.0
 """How long processes may take to leave by themselves once the agent has left."""
 CONTROLLER_LEAVE_S = 5.0
@@ -47,7 +49,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         home = settle(plan, checked, signals, environ)
         if isinstance(home, int):
             return home
-        announce(plan, home)
+        announce(plan, home, checked.nproc)
         try:
             return Watch(plan, home, signals).until_the_end()
         finally:
@@ -62,6 +64,7 @@ class Watch:
         self.home = home
         self.signals = signals
         self.agent = Child("agent", home.agent_argv)
+        self.crashes = Budget(CRASHES)
         self.stopped_by: int | None = None
         self.stopped_at = 0.0
         self.began = time.time()
@@ -133,6 +136,12 @@ class Watch:
             return 128 + self.stopped_by if code < 0 else code
         if code >= 0 and not self._crashed(code):
             return code
+        if code > 0 and self.crashes.delay(self.agent.lived_s) is None:
+            say(f"the agent has crashed {self.crashes.used} times in a row; this node is given up (please report it)")
+            self._write_exit(
+                exits.NO_PROGRESS, f"the agent of node {self.home.node} crashed again and again", "unknown"
+            )
+            return exits.NO_PROGRESS
         if not self.agent.plan_restart():
             say(f"the agent has died {self.agent.budget.limit} times in a row ({_ended(code)}); this node is given up")
             self._write_exit(
