@@ -15,12 +15,10 @@ from typing import Any
 class ShimClient:
     """Starts a shim in ``node_dir`` (or finds the one that runs) and talks to it."""
 
-    def __init__(self, node_dir: Path, *, grace_s: float = 30.0, start: bool = True) -> None:
+    def __init__(self, node_dir: Path, *, grace_s: float = 30.0, warm: str = "none") -> None:
         self.dir = node_dir
-        self.process: subprocess.Popen[bytes] | None = None
-        if start:
-            command = [sys.executable, "-m", "keepstep.agent.shim", "--node-dir", str(node_dir), "--warm", "none"]
-            self.process = subprocess.Popen([*command, "--orphan-grace-s", str(grace_s)], start_new_session=True)
+        command = [sys.executable, "-m", "keepstep.agent.shim", "--node-dir", str(node_dir), "--warm", warm]
+        self.process = subprocess.Popen([*command, "--orphan-grace-s", str(grace_s)], start_new_session=True)
         self.connect()
 
     def connect(self) -> dict[str, Any]:
@@ -34,7 +32,7 @@ class ShimClient:
                 self.sock.close()
                 assert time.monotonic() < deadline, "the shim did not open its socket"
                 time.sleep(0.01)
-        self.sock.settimeout(20)
+        self.sock.settimeout(60)
         self.lines = self.sock.makefile("rb")
         self.send(op="hello")
         return self.wait("state")
@@ -77,7 +75,7 @@ class ShimClient:
         return code, (self.dir / f"{name}.out").read_text(), (self.dir / f"{name}.err").read_text()
 
     def close(self) -> None:
-        if self.process is not None and self.process.poll() is None:
+        if self.process.poll() is None:
             self.send(op="leave")
             self.process.wait(10)
         self.lines.close()

@@ -1,7 +1,7 @@
 """Warm-up of the fork server: import what every trainer imports, run one tiny step, leave no trace.
 
 What must not exist before a fork: a CUDA context, a thread, an OpenMP pool, an open process group. So everything
-runs with one thread, nothing asks for a device, and the random state is put back.
+runs with one thread and nothing asks for a device; each child draws random numbers of its own.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ def warm_up(*, train: bool = True) -> None:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     if train:
-        state = torch.get_rng_state()
         layer = torch.nn.Linear(4, 4)
         optimizer = torch.optim.AdamW(layer.parameters())
         layer(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        torch.set_rng_state(state)
 
 
 def after_fork() -> None:
-    """In the child: the number of threads it asked for, and NumPy luck of its own."""
+    """In the child: the number of threads it asked for, and luck of its own.
+
+    A fresh interpreter seeds torch's and NumPy's generators from the kernel; forks would all share one state.
+    """
     import torch
 
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(wanted) if wanted.isdigit() and int(wanted) > 0 else _threads or 1)
+    torch.default_generator.seed()
     with contextlib.suppress(ImportError):
-        # A fresh interpreter seeds NumPy's global generator from the kernel; forks would all share one state.
         import numpy
 
         numpy.random.seed()
