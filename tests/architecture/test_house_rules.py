@@ -24,14 +24,22 @@ def tracked() -> list[Path]:
 
 
 def imported(path: Path) -> set[str]:
-    """Top-level packages that a file imports anywhere, in functions too."""
+    """Top-level packages that a file imports anywhere, in functions too; not what only a type checker reads."""
+    tree = ast.parse(path.read_text())
+    unread = {id(n) for node in ast.walk(tree) if is_type_checking(node) for n in ast.walk(node)}
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
+        if id(node) in unread:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             found.add(node.module.split(".")[0])
     return found
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def test_imports_only_go_downwards() -> None:

@@ -215,7 +215,9 @@ def told(outcome: Outcome) -> list[str]:
 
 def show(report: Report) -> None:
     """The table and the proof, on stdout."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = demo_view.TABLE_WIDTH
     console.print()
     console.print(demo_view.table(report.faults))
     console.print()

@@ -19,6 +19,8 @@ from keepstep.model.ids import show_epoch
 
 STORY_LINES = 12
 REFRESH_HZ = 8.0
+TABLE_WIDTH = 120
+"""Columns of the report where no terminal says how many there are."""
 PLAIN_EVERY_S = 5.0
 """Without a terminal: a line about the progress this often."""
 
@@ -101,18 +103,16 @@ def table(outcomes: list[Outcome]) -> Table:
     """One row per fault."""
     out = Table(box=None, padding=(0, 2), show_edge=False, header_style="bold")
     out.add_column("fault", no_wrap=True)
-    for heading in ("detected", "located", "decided", "recovered", "total"):
+    for heading in ("detected", "located", "decided", "recovered", "total ms", "kept", "steps lost"):
         out.add_column(heading, justify="right", no_wrap=True)
-    out.add_column("kept", justify="right", no_wrap=True)
-    out.add_column("lost", justify="right", no_wrap=True)
     out.add_column("by", no_wrap=True)
     for o in outcomes:
         times = (o.detected_ms, o.located_ms, o.decided_ms, o.recovered_ms, o.total_ms)
         out.add_row(
             o.title,
-            *(f"{ms:.0f} ms" for ms in times),
+            *(f"{ms:.0f}" for ms in times),
             f"{o.kept}/{o.could_keep}",
-            f"{o.steps_lost} steps",
+            str(o.steps_lost),
             o.decided_by,
         )
     return out
