@@ -208,7 +208,8 @@ class Keeper:
                 _require(await _read_answer(reader))
             finally:
                 await _close(writer)
-            if slot.serial == serial:
+            still = self._roster is not None and _buddy_of(self._roster, self._node) == buddy
+            if still and slot.serial == serial:  # what a former buddy holds counts no more
                 slot.acked = version.step
 
     # ---------------------------------------------------------------- from peers

@@ -1,0 +1,144 @@
+"""Slots: a version is complete or does not count, whatever happens to its writer."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from keepstep.checkpoint import pair
+from keepstep.checkpoint.exceptions import SlotInvalid
+from keepstep.checkpoint.slot import HEADER, Description, Slot, TensorEntry, Version, lay_out, to_overwrite
+
+KILLS = 100
+
+
+def fill(slot: Slot, version: Version, byte: int, size: int) -> None:
+    slot.begin()
+    (offset,), end = lay_out([size])
+    slot.grow(end)
+    slot.memory[offset : offset + size] = bytes([byte]) * size
+    entry = TensorEntry("t", "uint8", (size,), offset, size)
+    slot.complete(version, end, Description(tensors=(entry,), plain=bytes([byte]) * 100, key="e1/controller"))
+
+
+def test_a_version_counts_only_between_complete_and_begin(tmp_path: Path) -> None:
+    """The state word is what makes a version exist; beginning to write takes it away first."""
+    slot = Slot(tmp_path / "rank0.0", create=True)
+    assert slot.version is None
+    fill(slot, Version(3, 1), 7, 1000)
+    assert slot.version == Version(3, 1)
+    serial = slot.serial
+    slot.begin()
+    assert slot.version is None
+    assert slot.serial != serial
+    with pytest.raises(SlotInvalid, match="incomplete"):
+        slot.describe()
+
+
+def test_another_process_sees_the_version_after_the_file_has_grown(tmp_path: Path) -> None:
+    """A reader that mapped the small file finds the description of a much larger later version."""
+    writer = Slot(tmp_path / "rank0.0", create=True)
+    fill(writer, Version(1, 1), 1, 10)
+    reader = Slot(tmp_path / "rank0.0")
+    fill(writer, Version(2, 1), 2, 300_000)
+    assert reader.version == Version(2, 1)
+    description = reader.describe()
+    entry = description.tensors[0]
+    assert reader.memory[entry.offset : entry.offset + entry.nbytes] == bytes([2]) * 300_000
+
+
+def test_a_damaged_description_is_found(tmp_path: Path) -> None:
+    """One flipped bit in the description is an error, not a wrong tensor table."""
+    slot = Slot(tmp_path / "rank0.0", create=True)
+    fill(slot, Version(1, 1), 1, 10)
+    slot.memory[slot.used - 3] ^= 4
+    with pytest.raises(SlotInvalid, match="checksum"):
+        slot.describe()
+
+
+def test_a_file_that_is_not_ours_is_refused(tmp_path: Path) -> None:
+    """A short or foreign file never looks like a version."""
+    (tmp_path / "rank0.0").write_bytes(b"short")
+    with pytest.raises(SlotInvalid, match="header"):
+        Slot(tmp_path / "rank0.0")
+    (tmp_path / "rank0.1").write_bytes(os.urandom(2 * HEADER))
+    assert pair.look(tmp_path, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("held", "step", "index"),
+    [
+        ([None, None], 0, 0),
+        ([Version(4, 1), None], 5, 1),
+        ([Version(4, 1), Version(5, 1)], 6, 0),
+        ([Version(6, 1), Version(5, 1)], 6, 0),
+        ([Version(5, 1), Version(6, 1)], 6, 1),
+    ],
+)
+def test_the_newest_older_version_is_never_overwritten(held: list[Version | None], step: int, index: int) -> None:
+    """After a roll-back the undone future is written over, not the step that was rolled back to."""
+    assert to_overwrite(held, step) == index
+
+
+def test_rolled_back_versions_are_forgotten(tmp_path: Path) -> None:
+    """A step of a fenced-off history can never be resumed from, neither later steps nor the same step twice."""
+    both = pair.Pair(tmp_path, 3)
+    fill(both.slots[0], Version(5, 1), 1, 10)
+    fill(both.slots[1], Version(6, 1), 2, 10)
+    both.forget_after(Version(5, 1))
+    assert both.versions() == (Version(5, 1),)
+    fill(both.slots[1], Version(5, 2), 2, 10)
+    both.forget_after(Version(5, 2))
+    assert both.versions() == (Version(5, 2),)
+
+
+def write_for_ever(directory: Path, pipe: int) -> None:
+    both = pair.Pair(directory, 0)
+    step = max((version.step for version in both.versions()), default=0)
+    os.write(pipe, b"!")
+    while True:
+        step += 1
+        fill(both.slots[both.target(step)], Version(step, 1), step % 251, 400_000 + step % 7 * 1000)
+
+
+def test_kill_9_of_a_writer_leaves_a_whole_version(tmp_path: Path) -> None:
+    """At any of many random instants: at least one version is complete, all complete ones are whole, and the newest
+    is at most two steps behind what the writer may have begun."""
+    seed = int(time.time())
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    last = 0
+    for _ in range(KILLS):
+        ready, pipe = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                write_for_ever(tmp_path, pipe)
+            finally:
+                os._exit(1)
+        assert os.read(ready, 1) == b"!"
+        time.sleep(draw.uniform(0.001, 0.03))
+        os.kill(pid, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        os.close(ready)
+        os.close(pipe)
+        found = pair.look(tmp_path, 0)
+        if last:
+            assert found, "both versions were lost"
+        for version, path in found:
+            slot = Slot(path)
+            description = slot.describe()
+            (entry,) = description.tensors
+            want = version.step % 251
+            assert set(slot.memory[entry.offset : entry.offset + entry.nbytes]) == {want}
+            assert description.plain == bytes([want]) * 100
+            slot.close()
+        newest = found[0][0].step if found else 0
+        assert newest >= last
+        last = newest
+    assert last > KILLS
