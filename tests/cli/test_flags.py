@@ -206,6 +206,7 @@ class TestPlan:
         assert parse_endpoint("host:1", 9, "-") == Endpoint("host", 1)
         assert parse_endpoint(":1", 9, "-") == Endpoint("localhost", 1)
         assert parse_endpoint("[::1]", 9, "-") == Endpoint("::1", 9)
+        assert parse_endpoint("fd00::1", 9, "-") == Endpoint("fd00::1", 9)
         assert str(Endpoint("::1", 9)) == "[::1]:9"
 
 

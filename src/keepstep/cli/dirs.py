@@ -125,7 +125,7 @@ def make_run_dir(state: Path, job: str | None, stem: str) -> Path:
             run_dir.mkdir()
         except FileExistsError:
             if job:
-                _set_aside(run_dir)
+                set_aside(run_dir)
             continue
         furnish(run_dir)
         return run_dir
@@ -140,7 +140,12 @@ def furnish(run_dir: Path) -> None:
         pass
 
 
-def _set_aside(run_dir: Path) -> None:
+def set_aside(run_dir: Path) -> None:
+    """Rename an earlier run of the same name by the time it ended.
+
+    Raises:
+        PreflightError: it has not ended.
+    """
     if is_live(run_dir):
         raise PreflightError(
             f"job {run_dir.name} is running here already",

@@ -70,7 +70,7 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     """The known word that was probably meant, if any: one that begins alike, else one that looks alike."""
     words = sorted(known, key=len)
     alike = max(words, key=lambda one: _common(word, one), default="")
-    if _common(word, alike) >= BEGINS_ALIKE * len(word):
+    if word and _common(word, alike) >= BEGINS_ALIKE * len(word):
         return alike
     near = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     return near[0] if near else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from keepstep.cli import dirs
 from keepstep.cli.errors import NotFound
 from keepstep.cli.merge import merge, prefix
+from keepstep.cli.say import say
 from keepstep.cli.show import hint
 from keepstep.cli.source import Source, find, node_configs
 from keepstep.cli.where import Where
@@ -75,7 +78,11 @@ def find_files(folders: list[Path]) -> list[RankFile]:
 
 
 def _print_all(files: list[RankFile]) -> None:
-    for attempt in dict.fromkeys(one.attempt for one in files):
+    attempts = list(dict.fromkeys(one.attempt for one in files))
+    for attempt in attempts:
+        if len(attempts) > 1:
+            sys.stdout.flush()
+            say(f"output of attempt {attempt}, of {len(attempts)}")
         for stream in STREAMS:
             mine = [one for one in files if one.attempt == attempt and one.stream == stream]
             nodes = {one.rank: one.node for one in mine}
@@ -119,7 +126,7 @@ def _follow(run_dir: Path, folders: list[Path], rank: int | None) -> None:
     """Show what is there and what comes, until the job has written its exit code and nothing more comes."""
     tails: dict[Path, Tail] = {}
     while True:
-        over = (run_dir / "exit.json").exists()
+        over = (run_dir / "exit.json").exists() and not dirs.is_live(run_dir)
         for one in find_files(folders):
             if one.path not in tails and (rank is None or one.rank == rank):
                 tails[one.path] = Tail(one)

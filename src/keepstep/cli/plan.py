@@ -187,7 +187,9 @@ def _seconds(conf: dict[str, str], key: str, default: float) -> float:
 
 def parse_endpoint(text: str, default_port: int, flag: str) -> Endpoint:
     """``host``, ``host:port``, ``[v6]:port``."""
-    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+)|([0-9A-Fa-f:]+:[0-9A-Fa-f:]*))?(?::(\d+))?", text.strip())
+    found = re.fullmatch(
+        r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+)|([0-9A-Fa-f]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*))?(?::(\d+))?", text.strip()
+    )
     if not found or int(found[4] or 0) > 65535:
         raise UsageError(f"{flag} {text!r} is not HOST:PORT", help="for example 10.0.0.1:29400 or [fd00::1]:29400")
     host = found[1] or found[2] or found[3] or "localhost"

@@ -181,6 +181,8 @@ def _join(plan: Plan, checked: Checked, signals: Signals, state: Path) -> Home:
     name = _job_name(plan)
     assert name is not None
     run_dir = dirs.runs(state) / name
+    if (run_dir / "exit.json").exists() and not dirs.is_live(run_dir):
+        dirs.set_aside(run_dir)  # an earlier run of this name, on a disk that the host does not share
     dirs.furnish(run_dir)
     home = Home(name, run_dir, checked)
     home.address = Address(host=checked.address, agent_port=plan.endpoint.port, http_port=0, pid=0)
@@ -225,6 +227,8 @@ def _take_node(home: Home, plan: Plan) -> None:
             home.node = name
             home.node_dir = dirs.node_dir(home.root, home.job, name)
             home.hold(dirs.make_node_dir(home.node_dir))
+            # Reports of processes that are gone: the agent's first one says what there is now.
+            (home.run_dir / "outbox" / name).unlink(missing_ok=True)
             return
     raise PreflightError(
         f"node name {names[-1]} is taken by another launcher of job {home.job}", help="choose another --node-name"

@@ -17,7 +17,7 @@ from keepstep.cli.errors import DoorError, NotFound
 from keepstep.cli.render import Column, check_form, fold_nodes, paint, show
 from keepstep.cli.source import Source, find, of_run
 from keepstep.cli.where import Where
-from keepstep.model.records import SCHEMA
+from keepstep.model.records import SCHEMA, AnyRecord
 from keepstep.model.wire import PROTOCOL
 
 JOB_COLUMNS = (
@@ -199,12 +199,12 @@ def find_incident(where: Where, incident: str) -> tuple[Source, str]:
 
 def block(source: Source, incident: str, *, timeline: bool) -> list[str]:
     """The incident as text, written by the same functions for a live controller and for a log."""
-    from keepstep.core import summary
+    from keepstep.core.summary import incident_block, incident_timeline
 
     answer = source.incident(incident)
     records = [event["record"] for event in answer["events"]]
-    entries = [msgspec.convert(record, summary.AnyRecord, strict=False) for record in records]
-    return list(summary.incident_timeline(entries, incident) if timeline else summary.incident_block(entries, incident))
+    own = [msgspec.convert(record, AnyRecord, strict=False) for record in records]
+    return incident_timeline(own, incident) if timeline else incident_block(own, incident)
 
 
 def job_name(source: Source, job: str) -> str:
