@@ -71,6 +71,8 @@ class Rig:
         )
         self.book = FakeBook(lambda: self.writer.durable)
         self.leases = LeaseTable(lease_s)
+        self.warp_s = 0.0
+        """Added to the desk's clock; its timers run on real time."""
         self.desk = AgentDesk(
             inbox=self.writer,
             book=self.book,
@@ -79,7 +81,7 @@ class Rig:
             token=token,
             lease_s=lease_s,
             heartbeat_s=0.1,
-            monotonic=time.monotonic,
+            monotonic=lambda: time.monotonic() + self.warp_s,
         )
         self.port = 0
 
@@ -243,6 +245,39 @@ def test_a_job_that_is_over_takes_nobody_in() -> None:
     run(test)
 
 
+def test_the_end_of_a_job_ends_the_interest_in_its_nodes() -> None:
+    """Agents that go away after the end are not reported as lost."""
+
+    async def test(rig: Rig) -> None:
+        client, _ = await Client.welcomed(rig.port)
+        client.report(joined(1))
+        await client.acked(1)
+        rig.book.over = ("FINISHED", 0)
+        client.report(ready(2))
+        await client.acked(2)
+        client.close()
+        await asyncio.sleep(2 * LEASE_S)
+        assert rig.facts(AgentDisconnected, LeaseExpired) == []
+
+    run(test, lease_s=LEASE_S)
+
+
+def test_what_is_too_long_for_a_frame_ends_the_connection_not_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An order beyond the frame limit is an error in the log; other nodes' orders go on."""
+
+    async def test(rig: Rig) -> None:
+        client, _ = await Client.welcomed(rig.port)
+        other, _ = await Client.welcomed(rig.port, node="n1")
+        monkeypatch.setattr("keepstep.model.wire.MAX_FRAME", 10)
+        await rig.writer.ask(exited(1), wait_s=5)
+        monkeypatch.undo()
+        await client.closed()
+        await rig.writer.ask(exited(1, node="n1"), wait_s=5)
+        await other.take(Orders)
+
+    run(test)
+
+
 def test_a_newer_connection_replaces_the_older() -> None:
     """A restarted agent takes over at once; the old line is cut and not reported as a loss."""
 
@@ -295,14 +330,17 @@ def test_a_restarted_controller_says_that_it_was_away() -> None:
             ("back", True),
             ("gone", True),
         ]
+        rig.warp_s = 29.0
         client, _ = await Client.welcomed(rig.port, node="back")
         client.report(joined(1, node="back"))
         await rig.until(LeaseRenewed)
+        rig.warp_s = 31.0
+        rig.desk._look(due=time.monotonic() + rig.warp_s)
         await rig.until(LeaseExpired)
-        assert next(fact.node for fact in rig.facts(LeaseExpired)) == "gone"
+        assert [fact.node for fact in rig.facts(LeaseExpired, LeaseRenewed)] == ["back", "gone"]
         assert "lost" not in [fact.node for fact in rig.facts()]
 
-    run(test, lease_s=LEASE_S)
+    run(test)
 
 
 def test_heartbeats_keep_a_lease_and_leave_no_trace() -> None:

@@ -36,7 +36,7 @@ from keepstep.model.settings import Policy
 from keepstep.model.wire import Acked, Orders, Refused, Reports
 from keepstep.store.sqlite import open_log
 
-KILLS = 8
+KILLS = 6
 
 pytestmark = pytest.mark.acceptance
 

@@ -51,12 +51,16 @@ def read_address(run_dir: Path) -> Address | None:
 
 def write_address(run_dir: Path, address: Address) -> None:
     """Replace ``controller.json`` as a whole: a reader sees the old one or the new one."""
-    temporary = run_dir / f".{ADDRESS_FILE}.{address.pid}"
-    with temporary.open("wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(address)) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(run_dir / ADDRESS_FILE)
+    temporary = run_dir / f".{ADDRESS_FILE}.new"
+    try:
+        with temporary.open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(address)) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(run_dir / ADDRESS_FILE)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager
@@ -64,10 +68,13 @@ def sole_controller(run_dir: Path) -> Iterator[None]:
     """Hold ``controller.lock`` for as long as the context lasts; the kernel lets go of it when the process dies.
 
     Raises:
-        PreflightFailed: another controller holds it.
+        PreflightFailed: another controller holds it, or the file cannot be made.
     """
     path = run_dir / LOCK_FILE
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise PreflightFailed(f"cannot open {path}: {error.strerror}; check the directory's permissions") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,8 +83,9 @@ def sole_controller(run_dir: Path) -> Iterator[None]:
             raise PreflightFailed(
                 f"another controller (pid {holder}) holds {path}: use that one, or stop it before starting another"
             ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # the pid is for people; a full disk must not keep us from starting
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)

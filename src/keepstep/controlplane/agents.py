@@ -144,10 +144,11 @@ class AgentDesk:
             if not self._inbox.submit(Submission(facts, durable=durable)):
                 self._resume_later()
                 return False
-        self._leases.heard(key, self._monotonic())
-        if any(isinstance(fact, AgentLeft) for fact in reports.facts):
+        if self._book.ended(key.job) is not None or any(isinstance(fact, AgentLeft) for fact in reports.facts):
             self._leases.forget(key)
-        self._set_timer()
+        else:
+            self._leases.heard(key, self._monotonic())
+            self._set_timer()
         return True
 
     def closed(self, connection: AgentConnection, why: str) -> None:

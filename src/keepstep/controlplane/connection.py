@@ -145,7 +145,12 @@ class AgentConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing() or self._refused:
             return
-        transport.write(pack(frame))
+        try:
+            transport.write(pack(frame))
+        except FrameError as error:
+            log.error("cannot be sent", key=self.key, frame=type(frame).__name__, error=str(error))
+            self.drop(f"{type(frame).__name__} cannot be sent: {error}")
+            return
         waiting = transport.get_write_buffer_size()
         if waiting > OUTGOING_LIMIT:
             self.drop(f"the agent does not read: {waiting} bytes wait, the limit is {OUTGOING_LIMIT}")
