@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sysconfig
+import time
 from pathlib import Path
 
 import torch
@@ -94,6 +95,7 @@ def main() -> None:
     ask.add_argument(
         "--fail-at", type=int, default=-1, help="raise an exception on rank 0 at this step, to see what happens"
     )
+    ask.add_argument("--pace", type=float, default=0.0, help="seconds of sleep per step, for people who want to watch")
     args = ask.parse_args()
 
     ks = keepstep.init()
@@ -115,6 +117,7 @@ def main() -> None:
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten().to(ks.device))
             optimizer.zero_grad()
             loss.backward()
+            time.sleep(args.pace)
             optimizer.step()
             step.commit(loss=loss)
             if ks.rank == 0 and (step.index % args.log_every == 0 or step.index == args.steps - 1):

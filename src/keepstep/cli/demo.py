@@ -30,6 +30,8 @@ from keepstep.cli.errors import PreflightError
 
 RANKS = 4
 STEPS = 260
+PACE_S = 0.04
+"""Sleep per step under faults: it changes no number, and leaves room to watch. The undisturbed run does not wait."""
 BUG_RANKS = 2
 BUG_STEP = 5
 START_LIMIT_S = 120.0
@@ -108,7 +110,7 @@ def perform(
 ) -> Report:
     """All acts, in order. Whatever happens, no process of the demo is left."""
     began = time.monotonic()
-    words = ("--steps", str(steps), "--seed", str(seed))
+    words = ("--steps", str(steps), "--seed", str(seed), "--batch", "4")
     environ = clean_environment()
     orphans: list[str] = []
     reference = Cluster(
@@ -130,7 +132,7 @@ def perform(
         home / "faults",
         job="demo",
         script=script,
-        args=words,
+        args=(*words, "--pace", str(PACE_S)),
         nodes=RANKS,
         standby_nodes=1,
         flags=("--standbys", "1"),
