@@ -49,7 +49,8 @@ class FakeAgent:
         self.world, self.every, self.script = world, snapshot_every, script
         self.variables = {"ONCE": str(self.root / "once"), **variables}
         self.epoch, self.stores = Epoch(0), []
-        self.place = Place(node=NodeId("n"), host="127.0.0.1", keeper_port=0, peer_port=0)
+        self.places = (Place(node=NodeId("n"), host="127.0.0.1", keeper_port=0, peer_port=0),)
+        self.token = ""
         self.heard: list[tuple[str, Frame]] = []
         self.news = threading.Condition()
         self.connections: dict[str, socket.socket] = {}
@@ -118,7 +119,7 @@ class FakeAgent:
         self.standbys = deque(self.spawn(standby=True) for _ in range(standbys))
         self.open_epoch(mode)
 
-    def open_epoch(self, mode: str, newcomers: tuple[int, ...] = ()) -> Roster:
+    def open_epoch(self, mode: str, newcomers: tuple[int, ...] = (), replica_node: str | None = None) -> Roster:
         self.epoch = next_major(self.epoch)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.stores.append(store)
@@ -133,7 +134,7 @@ class FakeAgent:
             mode=mode,  # type: ignore[arg-type]
             world_size=self.world,
             members=members,
-            places=(self.place,),
+            places=self.places,
             store_host="127.0.0.1",
             store_port=store.port,
             snapshot_every=self.every,
@@ -148,12 +149,12 @@ class FakeAgent:
     def write_roster(self) -> None:
         (self.node_dir / "roster").write_bytes(msgspec.msgpack.encode(self.roster))
 
-    def replace(self, rank: int) -> Roster:
+    def replace(self, rank: int, replica_node: str | None = None) -> Roster:
         """Give a dead rank's seat to a parked standby."""
         slot = self.standbys.popleft()
         self.wait(lambda: slot in self.connections, f"{slot} to park")
         self.slots[rank] = slot
-        return self.open_epoch("in_process", newcomers=(rank,))
+        return self.open_epoch("in_process", newcomers=(rank,), replica_node=replica_node)
 
     def kill(self, rank: int) -> None:
         process = self.processes[self.slots[rank]]

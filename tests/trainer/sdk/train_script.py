@@ -93,6 +93,7 @@ def main() -> None:
         if PAUSE:
             time.sleep(PAUSE)
     with ks.phase("checkpoint"):
+        time.sleep(float(os.environ.get("EPILOGUE", "0")))
         print(f"done {ks.rank} {TOTAL} pid {os.getpid()}", flush=True)
     die(ks, TOTAL, "done")
 
