@@ -31,6 +31,7 @@ from keepstep.model.facts import (
     RankResumed,
     RankStalled,
     RecoveredLocally,
+    ResumeFailed,
     SdkAttached,
     SlotState,
     StandbyGone,
@@ -41,8 +42,8 @@ from keepstep.model.facts import (
     WorkerExited,
     WorkerFrozen,
 )
-from keepstep.model.ids import NO_EPOCH, Epoch, JobId, Nanos, NodeId, Rank, SlotId
-from keepstep.model.records import AnyRecord, Ordered
+from keepstep.model.ids import NO_EPOCH, Epoch, JobId, Nanos, NodeId, Rank, SlotId, next_minor
+from keepstep.model.records import AnyRecord, Ordered, decode_record, encode_record
 from keepstep.model.settings import Policy
 from keepstep.model.topology import JobSpec, Roster
 
@@ -96,7 +97,12 @@ class Fleet:
         """Ranks that never resume, whatever they are told."""
         self.stuck: set[Rank] = set()
         """Ranks that resume and then do no step."""
+        self.poisoned: set[Rank] = set()
+        """Ranks whose every new process dies at once."""
         self.entered: set[str] = set()
+        self.checked = False
+        """Check at every fact that deciding changes nothing and that the log alone rebuilds the state."""
+        self.shadow = Controller(policy)
         self.rosters: list[Roster] = []
         self.tell(JobSubmitted(job=JOB, at=self.now, spec=spec))
 
@@ -104,12 +110,19 @@ class Fleet:
 
     def tell(self, fact: AnyFact) -> list[AnyRecord]:
         """Decide, log, fold, dispatch: the order of the real shell."""
+        before = self.mind.dump() if self.checked else b""
         records = self.mind.decide(fact, self.now)
+        if self.checked:
+            assert self.mind.dump() == before, "decide changed the state"
         for record in records:
             self.mind.evolve(record)
             self.log.append(record)
+            if self.checked:
+                self.shadow.evolve(decode_record(encode_record(record)))
             if isinstance(record, Ordered):
                 self.agents[record.action.node].inbox.append(record.action)
+        if self.checked:
+            assert self.shadow.dump() == self.mind.dump(), "the log does not rebuild the state"
         return records
 
     @property
@@ -140,6 +153,8 @@ class Fleet:
         """The mind is lost and folded again from the log; connections break, unsent orders are sent again."""
         policy = self.mind.policy
         self.mind = replay(self.log, policy)
+        if self.checked:
+            assert self.shadow.dump() == self.mind.dump(), "a fold of the whole log differs"
         for agent in self.agents.values():
             agent.inbox.clear()
             if agent.linked:
@@ -280,7 +295,10 @@ class Fleet:
                 proc = agent.procs[slot] = Proc(slot=slot, role="worker")
                 if self.sdk:
                     self.say(agent.name, SdkAttached, slot=slot, version="0")
+            fresh = proc.rank is None
             proc.role, proc.rank, proc.epoch = "worker", seat.rank, roster.epoch
+            if fresh and seat.rank in self.poisoned:
+                self._end(agent, slot, signal=11)
         if (roster.store_host, roster.store_port) == (f"host-{agent.name}", 29500 + agent.store):
             self.new_store(agent.name)
         if roster not in self.rosters:
@@ -372,6 +390,47 @@ class Fleet:
             self.say(
                 agent.name, WorkerFrozen, slot=proc.slot, rank=Rank(rank), epoch=proc.epoch, state="T", for_s=1.0
             )  # fmt: skip
+
+    def cannot(self, rank: int, why: str = "no step has a holder for every rank") -> None:
+        held = self.holder(rank)
+        if held is not None:
+            self.say(held[0].name, ResumeFailed, rank=Rank(rank), epoch=held[1].epoch, why=why)
+
+    def kill_standby(self, name: str) -> None:
+        """A parked process on this node ends; its agent parks another one."""
+        agent = self.agents.get(NodeId(name))
+        parked = [proc for proc in agent.procs.values() if proc.role == "standby"] if agent else []
+        if agent is not None and agent.alive and parked:
+            self._end(agent, parked[0].slot)
+            self._refill(agent)
+
+    def deputy(self, rank: int) -> bool:
+        """While no link is up: the rank dies and the first node gives its seat to a standby of the same node."""
+        held = self.holder(rank)
+        if held is None or any(agent.linked for agent in self.agents.values()) or not self.rosters:
+            return False
+        agent, proc = held
+        newest = max(self.rosters, key=lambda r: r.epoch)
+        members = [member for member in newest.members if self.agents[member.node].alive]
+        parked = [p for p in agent.procs.values() if p.role == "standby"]
+        if proc.epoch != newest.epoch or not parked or len(members) < newest.world_size:
+            return False
+        if any(m.slot not in self.agents[m.node].procs for m in members):
+            return False
+        self._end(agent, proc.slot, signal=9)
+        cause = agent.outbox[-1]
+        assert isinstance(cause, WorkerExited)
+        seats = [
+            replace(m, slot=parked[0].slot, newcomer=True) if m.rank == rank else replace(m, newcomer=False)
+            for m in newest.members
+        ]
+        origin = members[0].node
+        roster = replace(
+            newest, epoch=next_minor(newest.epoch), origin=origin, mode="in_process", members=tuple(seats),
+            store_host=f"host-{origin}", store_port=40000 + next_minor(newest.epoch) % 1000,
+        )  # fmt: skip
+        self.recovered_locally(origin, cause, roster)
+        return True
 
     def stall(self, rank: int, *, started: int = 100, finished: int = 99) -> None:
         held = self.holder(rank)

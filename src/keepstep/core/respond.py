@@ -133,7 +133,9 @@ _WHEN_DUE: dict[str, Callable[[Draft], None]] = {
     deadlines.ADOPT: deputy_stays_silent,
 }
 
-_NEED_REPORTS = frozenset({deadlines.REBUILD, deadlines.VERIFY, deadlines.LOCATE, deadlines.EXPLAIN, deadlines.ADOPT})
+_NEED_REPORTS = frozenset(
+    {deadlines.REBUILD, deadlines.VERIFY, deadlines.LOCATE, deadlines.EXPLAIN, deadlines.ADOPT, deadlines.PATIENCE}
+)
 """Deadlines that conclude from the absence of reports."""
 
 
@@ -143,8 +145,11 @@ def time_passed(draft: Draft) -> None:
     for at, name in due:
         if draft.job.deadlines.get(name, draft.now + 1) > draft.now:
             continue  # an earlier one of them has settled or moved it
-        if draft.now - at > nanos(draft.policy.explain_s) and name in _NEED_REPORTS:
+        if name in _NEED_REPORTS and draft.now - at > nanos(draft.policy.explain_s):
             draft.wake(name, draft.policy.lease_s)  # we overslept: what agents had to say may still wait at their side
+            continue
+        if name in _NEED_REPORTS and name != deadlines.ADOPT and draft.job.ahead() > draft.job.epoch:
+            draft.wake(name, draft.policy.explain_s)  # a deputy has answered already; ADOPT bounds the wait for it
             continue
         draft.clear(name)
         if node := deadlines.reconnect_node(name):

@@ -13,7 +13,7 @@ from keepstep.core.recover.act import enter, open_incident
 from keepstep.core.recover.progress import check_progress
 from keepstep.core.state import seat_key
 from keepstep.model.facts import RecoveredLocally, WorkerExited
-from keepstep.model.ids import next_major, show_epoch
+from keepstep.model.ids import Epoch, next_major, show_epoch
 from keepstep.model.records import PlanMade, SuspectNamed
 from keepstep.model.topology import Member
 
@@ -96,17 +96,20 @@ def deputy_stays_silent(draft: Draft) -> None:
     draft.move_incident("DECIDED", reason)
     epoch = next_major(known)
     roster = rosters.reseat(job, (), {}, picked[1], epoch, warm=False, incident=incident.id)
-    enter(draft, replace(roster, members=tuple(_reported(draft, member) for member in roster.members)))
+    enter(draft, replace(roster, members=tuple(_reported(draft, member, epoch) for member in roster.members)))
     draft.move_incident("RECOVERING", f"epoch {show_epoch(epoch)} is open")
     draft.move_job("RECOVERING", reason)
     assess(draft)
 
 
-def _reported(draft: Draft, member: Member) -> Member:
-    """The process that holds this rank by the newest word of any agent."""
+def _reported(draft: Draft, member: Member, epoch: Epoch) -> Member:
+    """The process that holds this rank by the newest word of any agent; a new one where that has ended."""
     best, newest = member, draft.job.epoch
     for node in draft.job.nodes.values():
         for state in node.slots:
             if state.role == "worker" and state.rank == member.rank and state.epoch > newest:
                 best, newest = replace(member, node=node.node, slot=state.slot, newcomer=True), state.epoch
+    key = seat_key(best.node, best.slot)
+    if key in draft.job.exits or key in draft.job.condemned:
+        return replace(best, slot=rosters.cold_slot(member.rank, epoch), newcomer=True)
     return best
