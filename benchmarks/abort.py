@@ -9,6 +9,7 @@ takes the rank, training goes on, and every loss is compared bit by bit with an 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -45,10 +46,8 @@ class Child:
         return self.sock.fileno()
 
     def tell(self, **message: Any) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it died meanwhile; its end is seen elsewhere
             self.sock.sendall((json.dumps(message) + "\n").encode())
-        except OSError:
-            pass  # it died meanwhile; its end is seen elsewhere
 
     def read(self) -> list[dict[str, Any]]:
         try:
@@ -62,20 +61,18 @@ class Child:
         return [json.loads(line) for line in lines]
 
     def end(self) -> None:
-        try:
-            os.kill(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        try:
-            os.waitpid(self.pid, 0)
-        except ChildProcessError:
-            pass
+        os.kill(self.pid, signal.SIGKILL)  # ours and not yet waited for, so the pid cannot mean anybody else
+        os.waitpid(self.pid, 0)
         self.alive = False
         self.sock.close()
 
 
-class Stuck(Exception):
-    """Somebody did not get through a phase in time."""
+class Failed(Exception):
+    """A job did not get through a phase."""
+
+
+class Stuck(Failed):
+    """A survivor's main thread did not get free in time."""
 
 
 class Job:
@@ -94,6 +91,7 @@ class Job:
         self.free_ms: list[float] = []
         self.resumed_ms: list[float] = []
         self.footprints: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        self.phases: dict[str, list[float]] = defaultdict(list)
         self.finished: set[int] = set()
         self.free: set[int] = set()
         self.resumed: set[int] = set()
@@ -141,7 +139,6 @@ class Job:
     def close(self) -> None:
         for child in [*self.children.values(), *self.parked]:
             child.end()
-        self.stores.detach().close() if False else None
         shutil.rmtree(self.dir, ignore_errors=True)
 
     # ------------------------------------------------------------------ listening
@@ -167,6 +164,8 @@ class Job:
                 self.resumed.add(child.pid)
                 self.resumed_ms.append(message["ms"])
                 self.footprints[child.pid].append(message)
+                for phase, ms in message["phases"].items():
+                    self.phases[phase if not phase.isdigit() else "group"].append(ms)
         elif kind == "done":
             self.finished.add(child.pid)
         elif kind == "failed":
@@ -176,9 +175,9 @@ class Job:
         end = time.monotonic() + limit_s
         while not done():
             if self.failed:
-                raise Stuck(f"{what}: {self.failed}")
+                raise Failed(f"{what}: {self.failed}")
             if time.monotonic() > end:
-                raise Stuck(f"{what} not within {limit_s:g} s")
+                raise Failed(f"{what} not within {limit_s:g} s")
             self.pump(min(0.05, max(0.0, end - time.monotonic())))
 
     def linger(self, seconds: float) -> None:
@@ -228,7 +227,10 @@ class Job:
             self.open_epoch([second], told)
             self.free = freed
             killed = 2
-        self.until("survivors free", lambda: waiting <= self.free | self.resumed | self.finished, STUCK_S)
+        try:
+            self.until("survivors free", lambda: waiting <= self.free | self.resumed | self.finished, STUCK_S)
+        except Failed as error:
+            raise Stuck(str(error)) from error
         everybody = {c.pid for c in self.children.values()}
         self.until("all resumed", lambda: everybody <= self.resumed, PHASE_LIMIT_S)
         return killed
@@ -253,6 +255,7 @@ class Tally:
         self.kills = self.recovered = self.stuck = 0
         self.free_ms: list[float] = []
         self.resumed_ms: list[float] = []
+        self.phases: dict[str, list[float]] = defaultdict(list)
         self.kills_of: Counter[str] = Counter()
         self.equal_of: Counter[str] = Counter()
         self.by_fault: Counter[str] = Counter()
@@ -289,6 +292,7 @@ class Tally:
             "faults": dict(self.by_fault),
             "main_thread_free_ms": of(self.free_ms),
             "recovery_ms": of(self.resumed_ms),
+            "rebuild_phases_ms": {k: of(v) for k, v in self.phases.items()},
             "bitwise_equal": {k: {"kills": n, "equal": self.equal_of[k]} for k, n in sorted(self.kills_of.items())},
             "growth_per_recovery": {k: of(v) for k, v in self.growth.items()},
             "left_behind_max": dict(self.left),
@@ -304,7 +308,7 @@ def reference(mode: str, world: int, steps: int, stores: socket.socket, scratch:
         job.until("undisturbed run", lambda: len(job.finished) == world, PHASE_LIMIT_S * 2)
         times = [job.step_at[s] - job.step_at[s - 1] for s in range(3, steps + 1)]
         return {s: next(iter(v)) for s, v in job.losses.items() if len(v) == 1}, statistics.median(times)
-    except Stuck as error:
+    except Failed as error:
         raise SystemExit(f"the undisturbed {mode} run on {world} ranks failed: {error}\n{job.tails()}") from error
     finally:
         job.close()
@@ -334,19 +338,24 @@ def disturbed(
             tally.kills_of[name] += 1
             try:
                 job.strike(fault, victim, luck)
-            except Stuck as error:
-                tally.stuck += 1
-                raise Stuck(f"{name}: {fault} of rank {victim} after step {marks[-1]}: {error}") from error
+            except Failed as error:
+                tally.stuck += isinstance(error, Stuck)
+                raise Failed(f"{name}: {fault} of rank {victim} after step {marks[-1]}: {error}") from error
             tally.recovered += 1
             tally.free_ms += job.free_ms[before:]
         job.finish()
     finally:
-        for i, mark in enumerate(marks):
-            last = marks[i + 1] if i + 1 < len(marks) else job.newest
-            steps = range(mark + 1, last + 1)
-            if steps and all(job.losses[s] == {known[s]} for s in steps):
+        for mark in marks:
+            # Up to the next fault that some step lies before; two faults can strike within one step.
+            last = min((m for m in marks if m > mark), default=job.newest)
+            wrong = [s for s in range(mark + 1, last + 1) if job.losses[s] != {known[s]}]
+            if wrong:
+                tally.problems.append(f"{name}: losses of steps {wrong} after the fault at step {mark} differ")
+            elif last > mark:
                 tally.equal_of[name] += 1
         tally.resumed_ms += job.resumed_ms
+        for phase, values in job.phases.items():
+            tally.phases[phase] += values
         tally.grow(job)
 
 
@@ -365,7 +374,7 @@ def main() -> int:
     run_all(options, seed, tally)
     result = tally.report(seed, time.monotonic() - began)
     print(json.dumps(result, indent=None if options.json else 2))
-    return 0 if tally.stuck == 0 and sum(tally.equal_of.values()) == tally.kills else 1
+    return 0 if tally.recovered == tally.kills == sum(tally.equal_of.values()) else 1
 
 
 def run_all(options: argparse.Namespace, seed: int, tally: Tally) -> None:
@@ -409,7 +418,7 @@ def run_plan(
         began = time.monotonic()
         try:
             disturbed(mode, world, now, faults, known, step_s, tally, job, luck)
-        except Stuck as error:
+        except Failed as error:
             tally.problems.append(str(error))
             print(f"{error}\n{job.tails()}", file=sys.stderr, flush=True)
         finally:

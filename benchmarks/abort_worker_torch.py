@@ -7,6 +7,7 @@ the new epoch, agrees with the others on the newest common step, takes that step
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -91,7 +92,8 @@ class Worker:
         self.changed = threading.Condition()
         self.order: dict[str, Any] | None = None
         self.announced = 0.0
-        self.rank, self.epoch, self.step = -1, 0, 0
+        self.rank, self.epoch = -1, 0
+        self.step: int | None = None  # a newcomer has none until it has met the others
         self.saved: dict[int, list[Tensor]] = {}
 
     def say(self, kind: str, **values: Any) -> None:
@@ -127,7 +129,7 @@ class Worker:
         if newcomer:
             self.recover()
         else:
-            self.epoch = seat["epoch"]
+            self.epoch, self.step = seat["epoch"], 0
             self.save()
         self.train()
         self.say("done")
@@ -142,7 +144,7 @@ class Worker:
         os._exit(1)  # the parent is gone
 
     def train(self) -> None:
-        while self.step < self.steps:
+        while self.now() < self.steps:
             try:
                 loss = self.one_step()
             except (RuntimeError, GroupsAborted) as error:
@@ -152,12 +154,12 @@ class Worker:
                 self.say("free", epoch=self.wanted(), ms=(time.monotonic() - self.announced) * 1e3)
                 self.recover()
                 continue
-            self.step += 1
+            self.step = self.now() + 1
             self.save()
             self.say("step", step=self.step, epoch=self.epoch, loss=loss.hex())
 
     def one_step(self) -> float:
-        x, y = batch(self.step, self.rank)
+        x, y = batch(self.now(), self.rank)
         self.optimizer.zero_grad(set_to_none=True)
         loss = F.mse_loss(self.net(x), y)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -186,7 +188,6 @@ class Worker:
             assert order is not None
             began = time.monotonic()
             try:
-                newcomer = GROUPS.stand_in
                 reset_after_abort([self.net], [self.optimizer])
                 self.line_up(order)
                 phases = GROUPS.rebuild(
@@ -199,7 +200,7 @@ class Worker:
                     aborts=aborts,
                 )
                 self.epoch = order["epoch"]
-                self.meet(newcomer)
+                self.meet()
             except (RuntimeError, TimeoutError) as error:
                 if isinstance(error, RebuildTimeout):
                     raise
@@ -212,7 +213,6 @@ class Worker:
                 step=self.step,
                 ms=(time.monotonic() - began) * 1e3,
                 phases=phases,
-                newcomer=newcomer,
                 **footprint(),
             )
             return
@@ -234,9 +234,9 @@ class Worker:
             time.sleep(0.002)
         adopt_ddp_layout(self.net, json.loads(store.get(key)))  # type: ignore[arg-type]
 
-    def meet(self, newcomer: bool) -> None:
+    def meet(self) -> None:
         """The newest step that everybody has; then that step's state."""
-        newest = max(self.stored(), default=-1) if newcomer else self.step
+        newest = max(self.stored(), default=-1) if self.step is None else self.step
         mine = torch.tensor([newest])
         everyones = [torch.zeros_like(mine) for _ in range(self.world)]
         dist.all_gather(everyones, mine)
@@ -248,6 +248,10 @@ class Worker:
         dist.barrier()
 
     # ------------------------------------------------------------------ state
+
+    def now(self) -> int:
+        assert self.step is not None
+        return self.step
 
     def make_optimizer_state(self) -> None:
         keep = [t.clone() for t in self.tensors(optimizer=False)]
@@ -272,12 +276,13 @@ class Worker:
 
     def save(self) -> None:
         """Keep two versions in memory for a roll-back, and in files for whoever replaces this process."""
-        self.saved[self.step] = [t.clone() for t in self.tensors()]
-        self.saved = {s: t for s, t in self.saved.items() if s >= self.step - 1 and s <= self.step}
-        path = self.directory / f"r{self.rank}s{self.step}"
-        torch.save(self.saved[self.step], path.with_suffix(".part"))
+        step = self.now()
+        self.saved[step] = [t.clone() for t in self.tensors()]
+        self.saved = {s: t for s, t in self.saved.items() if s in (step - 1, step)}
+        path = self.directory / f"r{self.rank}s{step}"
+        torch.save(self.saved[step], path.with_suffix(".part"))
         path.with_suffix(".part").rename(path)
-        (self.directory / f"r{self.rank}s{self.step - 3}").unlink(missing_ok=True)
+        (self.directory / f"r{self.rank}s{step - 3}").unlink(missing_ok=True)
 
     def stored(self) -> Iterator[int]:
         prefix = f"r{self.rank}s"
@@ -321,10 +326,8 @@ def main(sock: socket.socket, directory: Path, mode: str, world: int, steps: int
     except BaseException:
         traceback.print_exc()
         code = 1
-        try:
+        with contextlib.suppress(OSError):
             worker.say("failed", why=traceback.format_exc()[-1500:])
-        except OSError:
-            pass
     finally:
         os._exit(code)
 

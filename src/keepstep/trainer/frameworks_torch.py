@@ -238,6 +238,8 @@ def _forget_step(group: Any) -> None:
 
 
 def _forget_comm(context: Any) -> None:
+    if not hasattr(context, "post_forward_order"):
+        return  # no forward pass yet
     context.post_forward_order.clear()
     if hasattr(context, "all_gather_state"):
         context.all_gather_state = None

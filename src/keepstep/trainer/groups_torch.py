@@ -334,10 +334,12 @@ class Groups:
             if self._aborts != seen:
                 raise GroupsAborted(f"building communicators for {key} was ended by a newer abort")
             self._lines = lines
+        phases["connect"] = (time.monotonic() - began) * 1e3
         store = PrefixStore(key, client)
         store.set(f"here/{c10d.get_rank()}", ",".join(self._seats))
-        wire = self._new_wire(store, limit_s)
         phases["store"] = (time.monotonic() - began) * 1e3
+        wire = self._new_wire(store, limit_s)
+        phases["device"] = (time.monotonic() - began) * 1e3
         built: dict[str, list[Circuit]] = {}
         try:
             for name, seat in list(self._seats.items()):

@@ -25,6 +25,7 @@ class SwapGroup(dist.ProcessGroup):
     def __init__(self, name: str, rank: int, size: int, *, world: bool, meter: Meter) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.key = name
+        self._desc = ""
         self._spans_world = world
         self._meter = meter
         self.circuit: Circuit | None = None
@@ -32,8 +33,30 @@ class SwapGroup(dist.ProcessGroup):
         # Lets torch know which devices this group serves; operations never reach the C++ dispatcher.
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, None)
 
+    # c10d keeps a group's name and description in its C++ backends, of which there are none here.
+
     def getBackendName(self) -> str:
         return BACKEND
+
+    def getGroupName(self) -> str:
+        return self.key
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    def _set_group_name(self, name: str) -> None:
+        self.key = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self.key
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
 
     # ------------------------------------------------------------------ life
 
