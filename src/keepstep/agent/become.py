@@ -34,8 +34,8 @@ def prepare(*, env: dict[str, str], cwd: str, out: str, err: str) -> None:
     os.setsid()
     _reset_signals()
     _redirect(out, err)
-    _replace_environment(env)
     os.chdir(cwd)
+    _replace_environment(env)
 
 
 def run(*, kind: str, target: str, args: list[str], error_file: str = "") -> NoReturn:
@@ -136,14 +136,13 @@ def _writer(fd: int, errors: str, encoding: str) -> io.TextIOWrapper:
 
 
 def _replace_environment(env: dict[str, str]) -> None:
-    old = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     for name in list(os.environ):
         if name not in env:
             del os.environ[name]
     os.environ.update(env)
     # The interpreter read PYTHONPATH long ago; entries that are new for this program are added by hand.
-    new = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p not in old and p not in sys.path]
-    sys.path[1:1] = new
+    wanted = (os.path.abspath(p) for p in env.get("PYTHONPATH", "").split(os.pathsep) if p)
+    sys.path[1:1] = [p for p in wanted if p not in sys.path]
 
 
 def _user_traceback(error: BaseException) -> types.TracebackType | None:

@@ -72,9 +72,12 @@ class Faults:
 
     def _lose_node(self) -> None:
         """As a power cut: everything at once, no farewell, memory gone."""
-        os.kill(self._node.config.launcher_pid, signal.SIGSTOP)  # It must not start a new agent in between.
+        launcher = self._node.config.launcher_pid
+        if launcher > 1:
+            os.kill(launcher, signal.SIGSTOP)  # It must not start a new agent in between.
         for pid in (self.shim_pid(), *(s.pid for s in self._node.table)):
             proc.kill_group(pid)
         shutil.rmtree(self._node.dir, ignore_errors=True)
-        os.kill(self._node.config.launcher_pid, signal.SIGKILL)
+        if launcher > 1:
+            os.kill(launcher, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)

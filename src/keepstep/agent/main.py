@@ -132,7 +132,7 @@ class Agent:
                 continue
             since = since if since is not None else loop.time()
             if loop.time() - since >= limit and not self._left.done():
-                self._left.set_result(Departure.alone(self.programs.last_exit, limit))
+                self._left.set_result(Departure.alone(self.node.table.first_fault, limit))
 
     # ------------------------------------------------------------ the end
 
@@ -195,7 +195,7 @@ class Agent:
         self.workers.close()
         self.deputy.server.close()
         self.node.outbox.close()
-        departure.write_exit(self.node, end, self.programs.last_exit)
+        departure.write_exit(self.node, end, self.node.table.first_fault)
         departure.remove_node_dir(self.node)
 
 

@@ -46,8 +46,6 @@ class Programs:
         self._told_dead: set[tuple[SlotId, Epoch]] = set()
         self.on_fault: OnFault = lambda cause, /, *, trained: None
         self.on_helper_gone: Callable[[Slot], None] = lambda slot: None
-        self.last_exit: WorkerExited | None = None
-        """The first exit of a worker that was a fault, for exit.json."""
         link.on_state = self._adopt_late
 
     # ------------------------------------------------------------ starting
@@ -86,7 +84,7 @@ class Programs:
             "target": module,
             "args": args,
             "env": environ.service_env(self._node.config, os.environ),
-            "cwd": os.getcwd(),
+            "cwd": self._node.config.node_dir,
             "out": slot.out,
             "err": slot.err,
         }
@@ -234,7 +232,7 @@ class Programs:
         self._node.table.remove(slot.id)
         self._changed.set()
         if fact is not None and code != 0 and not slot.doomed:
-            self.last_exit = self.last_exit or fact
+            self._node.table.first_fault = self._node.table.first_fault or fact
             self.on_fault(fact, trained=slot.resumed > 0)
         elif not slot.is_program:
             self.on_helper_gone(slot)

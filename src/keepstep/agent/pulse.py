@@ -53,12 +53,19 @@ class Pulse:
 
     async def run(self) -> None:
         interval = self._node.config.monitor_interval_s
+        said = ""
         if self._node.hang.mode == "off":
             self._node.say("hang detection is off: only exits are noticed")
             return
         while True:
             await asyncio.sleep(interval)
-            self.look(time.monotonic())
+            try:
+                self.look(time.monotonic())
+            except Exception as error:
+                # A watchdog that fails must neither end the job nor go silent.
+                if repr(error) != said:
+                    said = repr(error)
+                    self._node.say(f"internal error while looking at the ranks: {said}")
 
     def look(self, now: float) -> None:
         """One look at every worker."""

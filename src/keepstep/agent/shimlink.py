@@ -27,6 +27,8 @@ START_S = 20.0
 SPAWN_S = 300.0
 """Longest wait for a program to be started; most of it is the warm-up on a loaded machine."""
 RETRY_S = 0.01
+LONG_RETRY_S = 5.0
+"""Between two tries to start a shim when one try has failed as a whole."""
 LEAVE_S = 2.0
 LINE_BYTES = 16 * 1024 * 1024
 KEPT_STATUS = 4096
@@ -58,9 +60,21 @@ class ShimLink:
         return set(self._requests)
 
     async def run(self) -> None:
-        """Keep a connection for as long as the agent lives; never returns by itself."""
+        """Keep a connection for as long as the agent lives; never returns by itself.
+
+        Raises:
+            ShimUnavailable: the very first one cannot be started.
+        """
         while not self._closing:
-            reader, self._writer = await self._connect()
+            try:
+                reader, self._writer = await self._connect()
+            except ShimUnavailable as error:
+                if not self._told.is_set():
+                    raise
+                # Programs are running; that no new one can be started is no reason to end them.
+                self._node.say(f"{error}; trying again in {LONG_RETRY_S:g} s")
+                await asyncio.sleep(LONG_RETRY_S)
+                continue
             self._send({"op": "hello"})
             try:
                 while line := await reader.readline():
@@ -153,11 +167,20 @@ class ShimLink:
         # libgomp and OpenBLAS read their thread count when they are loaded, which is in the fork server.
         if (threads := omp_threads(config, env)) is not None:
             env["OMP_NUM_THREADS"] = threads
+        if paths := env.get("PYTHONPATH"):
+            env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(p) for p in paths.split(os.pathsep) if p)
         command = [sys.executable, "-m", "keepstep.agent.shim", "--node-dir", str(self._node.dir)]
         command += ["--warm", config.warm, "--orphan-grace-s", str(config.orphan_grace_s)]
         with open(self._node.log_dir() / "shim.err", "ab") as log:
+            # In a directory of ours: a user's random.py or queue.py in the current one must not become the shim's.
             return subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command,
+                env=env,
+                cwd=self._node.dir,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def _send(self, message: Message) -> None:

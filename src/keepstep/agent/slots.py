@@ -17,7 +17,7 @@ from msgspec import Struct
 from keepstep.agent import proc
 from keepstep.agent.exceptions import BadConfig
 from keepstep.agent.files import write_atomic
-from keepstep.model.facts import SlotState, UserError
+from keepstep.model.facts import SlotState, UserError, WorkerExited
 from keepstep.model.ids import ActionId, Epoch, Rank, SlotId
 
 FILE = "slots.json"
@@ -72,6 +72,7 @@ class _Saved(Struct, kw_only=True):
     ended: list[SlotId] = []
     peer_port: int = 0
     stores: list[int] = []
+    first_fault: WorkerExited | None = None
 
 
 class Table:
@@ -156,6 +157,16 @@ class Table:
     @wanted_standbys.setter
     def wanted_standbys(self, count: int) -> None:
         self._saved.standbys = count
+        self.save()
+
+    @property
+    def first_fault(self) -> WorkerExited | None:
+        """The first exit of a worker here that was a fault: the culprit that exit.json names."""
+        return self._saved.first_fault
+
+    @first_fault.setter
+    def first_fault(self, fact: WorkerExited | None) -> None:
+        self._saved.first_fault = fact
         self.save()
 
     @property

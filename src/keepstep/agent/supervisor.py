@@ -45,6 +45,14 @@ class Supervisor:
 
     def order(self, action: AnyAction) -> None:
         """Start to carry out an order; its outcome is reported as a fact."""
+        try:
+            self._order(action)
+        except Exception as error:
+            # The controller has to know; the line to it and the trainers must not suffer.
+            self._node.say(f"internal error while carrying out {action.id}: {error!r}")
+            self._report(action, f"internal error: {error!r}")
+
+    def _order(self, action: AnyAction) -> None:
         known = self._node.table.outcome(action.id)
         if known is not None:
             self._report(action, known)

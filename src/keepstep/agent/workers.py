@@ -178,7 +178,7 @@ class Workers:
             case WorkerJoined(epoch=epoch, ms=ms):
                 node.report(RankJoined, rank=rank, epoch=epoch, ms=ms)
             case WorkerResumed():
-                slot.resumed = frame.epoch
+                slot.resumed = max(slot.resumed, frame.epoch)
                 node.resumed = max(node.resumed, frame.epoch)
                 node.table.save()
                 node.report(
