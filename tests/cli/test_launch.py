@@ -41,7 +41,7 @@ with Signals(plan.signals) as signals:
     try:
         code = launch.Watch(plan, home, signals).until_the_end()
     finally:
-        launch.leave(home)
+        launch.leave(home, signals)
 sys.exit(code)
 """
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from keepstep.cli import dirs
@@ -17,6 +18,7 @@ from keepstep.controlplane.address import Address, read_address
 LINGER_S = 20.0
 """How long the controller of a finished job stays for the other nodes' last reports."""
 LINGER_ASK_S = 1.0
+LINGER_LOOK_S = 0.05
 ABANDON_S = 5.0
 
 
@@ -40,13 +42,16 @@ class Home:
     def hold(self, fd: int) -> None:
         self._locks.append(fd)
 
-    def linger(self) -> None:
-        """Where we host and the job is over: let the other nodes hear so before the controller leaves."""
+    def linger(self, impatient: Callable[[float], bool]) -> None:
+        """Where we host and the job is over: let the other nodes hear so before the controller leaves.
+
+        Args:
+            impatient: waits for some seconds and tells whether the user wants to leave now.
+        """
         deadline = time.monotonic() + LINGER_S
         while self.controller is not None and self.controller.poll() is None and time.monotonic() < deadline:
-            if not self._others_listen():
+            if not self._others_listen() or impatient(LINGER_LOOK_S):
                 return
-            time.sleep(0.05)
 
     def _others_listen(self) -> bool:
         from keepstep.cli.client import Api

@@ -53,7 +53,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         try:
             return Watch(plan, home, signals).until_the_end()
         finally:
-            leave(home)
+            leave(home, signals)
 
 
 class Watch:
@@ -181,9 +181,9 @@ class Watch:
             dirs.write_atomically(path, msgspec.json.encode(said))
 
 
-def leave(home: Home) -> None:
+def leave(home: Home, signals: Signals) -> None:
     """No process, no memory and no lock of this node stays, whatever happened before."""
-    home.linger()
+    home.linger(lambda seconds: bool(signals.wait(seconds)))
     deadline = time.monotonic() + LEAVE_S
     spare = frozenset({home.controller.pid} if home.controller and home.controller.pid else ())
     while time.monotonic() < deadline and any(pid not in spare for pid in family.descendants()):

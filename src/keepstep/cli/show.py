@@ -5,8 +5,10 @@ Each is a question to a source, rows, and a next command.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -117,13 +119,13 @@ def show_jobs(where: Where, output: str) -> int:
     return 0
 
 
-def _rows_of(run_dir: Any, token_file: str) -> list[dict[str, Any]]:
+def _rows_of(run_dir: Path, token_file: str) -> list[dict[str, Any]]:
     """The jobs of one run directory; a run that cannot be read is shown as such, and hides no other."""
     try:
         source = of_run(run_dir, token_file, quiet=True)
         found = source.jobs()["jobs"]
     except DoorError as error:
-        return [{"job": run_dir.name, "state": "UNKNOWN", "why": str(error), "run_dir": str(run_dir), "live": False}]
+        return [_row_of_exit(run_dir, str(error))]
     return [{**row, "run_dir": str(run_dir), "live": source.live} for row in found] or [
         {
             "job": run_dir.name,
@@ -133,6 +135,15 @@ def _rows_of(run_dir: Any, token_file: str) -> list[dict[str, Any]]:
             "live": source.live,
         }
     ]
+
+
+def _row_of_exit(run_dir: Path, why: str) -> dict[str, Any]:
+    """What a node knows of a job whose controller was elsewhere: how its own part ended, if it has."""
+    row = {"job": run_dir.name, "state": "UNKNOWN", "why": why, "run_dir": str(run_dir), "live": dirs.is_live(run_dir)}
+    with contextlib.suppress(OSError, msgspec.DecodeError, KeyError):
+        said = msgspec.json.decode((run_dir / "exit.json").read_bytes(), type=dict[str, Any])
+        row |= {"exit_code": said["code"], "step": said.get("last_step"), "why": said["why"]}
+    return row
 
 
 def show_job(where: Where, job: str, output: str) -> int:
