@@ -23,7 +23,7 @@ POLL_S = 0.2
 LONGEST_LINE = 64 << 10
 """Bytes; a longer line is shown in pieces."""
 STREAMS = ("out", "err")
-_FILE = re.compile(r"rank_(\d+)\.(out|err)")
+_FILE = re.compile(r"rank_(\d+)(?:\.\w+)?\.(out|err)")
 
 
 class RankFile(Struct, frozen=True, kw_only=True):
@@ -74,7 +74,7 @@ def find_files(folders: list[Path]) -> list[RankFile]:
                 found.append(
                     RankFile(attempt=int(attempt), node=path.parent.name, rank=int(name[1]), stream=name[2], path=path)
                 )
-    return sorted(found, key=lambda one: (one.attempt, one.rank, STREAMS.index(one.stream), one.node))
+    return sorted(found, key=lambda one: (one.attempt, one.rank, STREAMS.index(one.stream), one.node, one.path.name))
 
 
 def _print_all(files: list[RankFile]) -> None:
