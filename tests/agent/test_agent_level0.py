@@ -308,6 +308,50 @@ def test_agent_leaves_with_its_launcher(node_dir: Path, tmp_path: Path) -> None:
     run(story)
 
 
+def test_lost_node_leaves_nothing(node_dir: Path, tmp_path: Path) -> None:
+    """Injected node loss: every process of the node and its memory are gone at once, the launcher's too, no farewell."""
+
+    async def story() -> None:
+        launcher = await asyncio.create_subprocess_exec("sleep", "100")
+        more = {"launcher_pid": launcher.pid, "spec": {"allow_inject": True}}
+        async with rig(node_dir, tmp_path, **more) as (controller, agent):
+            await joined(controller)
+            controller.order(join(roster_of("n0")))
+            await started(agent, 0, 1)
+            await controller.wait(ActionDone)
+            pids = [agent.pid_of("r0e65536"), agent.pid_of("r1e65536"), agent.shim_pid()]
+            order = InjectFault(id=next_id("i"), job=JOB, epoch=Epoch(1 << 16), node=NodeId("n0"), fault="node-loss")
+            controller.order(order)
+            assert await agent.ended() == -signal.SIGKILL
+            assert await asyncio.wait_for(launcher.wait(), 10) == -signal.SIGKILL
+            await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+            assert not node_dir.exists()
+            assert controller.all(AgentLeft) == []
+            assert [f.action for f in controller.all(ActionDone)][-1] == order.id
+
+    run(story)
+
+
+def test_faults_need_permission(node_dir: Path, tmp_path: Path) -> None:
+    """Without --allow-inject nothing is broken, and the answer says what to do."""
+
+    async def story() -> None:
+        async with rig(node_dir, tmp_path) as (controller, agent):
+            await joined(controller)
+            controller.order(join(roster_of("n0")))
+            await started(agent, 0, 1)
+            controller.order(
+                InjectFault(
+                    id=next_id("i"), job=JOB, epoch=Epoch(1 << 16), node=NodeId("n0"), fault="kill", rank=Rank(0)
+                )
+            )
+            failed = await controller.wait(ActionFailed)
+            assert "--allow-inject" in failed.why
+            assert controller.all(WorkerExited) == []
+
+    run(story)
+
+
 def test_controller_away_facts_wait_and_come_once(node_dir: Path, tmp_path: Path) -> None:
     """An exit while no controller listens is told when one is back, under one number, after AgentJoined."""
 
