@@ -197,6 +197,27 @@ def test_agent_killed_and_started_again_finds_its_workers(node_dir: Path, tmp_pa
     run(story)
 
 
+def test_restarted_agent_invents_no_second_exit(node_dir: Path, tmp_path: Path) -> None:
+    """A rank had ended with 0 before the agent died: the next agent neither starts it again nor calls it a fault."""
+
+    async def story() -> None:
+        async with rig(node_dir, tmp_path) as (controller, agent):
+            await joined(controller)
+            controller.order(join(roster_of("n0")))
+            await started(agent, 0, 1)
+            (agent.run_dir / "stop1").write_text("0")
+            await controller.wait(WorkerExited)
+            await agent.kill()
+            await agent.start()
+            await until(lambda: len(controller.hellos) == 2)
+            os.kill(agent.pid_of("r0e65536"), signal.SIGKILL)
+            await controller.wait(WorkerExited, lambda f: f.rank == 0)
+            assert [(f.rank, f.code) for f in controller.all(WorkerExited)] == [(1, 0), (0, None)]
+            await until(lambda: agent.slots() == {})
+
+    run(story)
+
+
 def test_shim_killed_workers_train_on(node_dir: Path, tmp_path: Path) -> None:
     """kill -9 of the shim: workers live, their exits keep their status, later processes start from a new shim."""
 
@@ -309,7 +330,7 @@ def test_agent_leaves_with_its_launcher(node_dir: Path, tmp_path: Path) -> None:
 
 
 def test_lost_node_leaves_nothing(node_dir: Path, tmp_path: Path) -> None:
-    """Injected node loss: every process of the node and its memory are gone at once, the launcher's too, no farewell."""
+    """Injected node loss: every process of the node and its memory are gone at once, the launcher too, no farewell."""
 
     async def story() -> None:
         launcher = await asyncio.create_subprocess_exec("sleep", "100")

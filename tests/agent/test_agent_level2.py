@@ -289,6 +289,28 @@ def test_one_node_helps_itself_without_a_controller(node_dir: Path, tmp_path: Pa
     run(story)
 
 
+def test_seat_of_a_standby_that_had_died_is_vacant_at_once(node_dir: Path, tmp_path: Path) -> None:
+    """Order and death cross: the roster seats a standby that is gone; its exit is told for the new epoch, once."""
+
+    async def story() -> None:
+        async with rig(node_dir, tmp_path) as (controller, [agent]):
+            await joined(controller)
+            await running(controller, roster_of("n0"), 2)
+            controller.order(keep(1))
+            standby = await controller.wait(StandbyReady)
+            controller.order(keep(0))
+            await controller.wait(StandbyGone)
+            second = roster_of("n0", epoch=2, mode="in_process", slots={0: "r0e65536", 1: standby.slot})
+            controller.order(join(second), join(second))
+            dead = await controller.wait(WorkerExited, lambda f: f.slot == standby.slot)
+            assert (dead.rank, dead.epoch, dead.code) == (1, second.epoch, None)
+            await until(lambda: len(controller.all(ActionDone)) == 5)
+            assert len([f for f in controller.all(WorkerExited) if f.slot == standby.slot]) == 1
+            assert "r0e65536" in agent.slots()
+
+    run(story)
+
+
 def test_two_nodes_agree_on_a_deputy(tmp_path: Path) -> None:
     """The fault is on n1, the deputy is n0 (lowest rank); both enter one minor epoch; a cold process takes the seat."""
 

@@ -18,6 +18,8 @@ from keepstep.agent.slots import KEPT_ACTIONS, Slot, Table
 from keepstep.model.ids import ActionId, SlotId
 from keepstep.model.topology import JobSpec
 
+OMP = "OMP_NUM_THREADS"
+
 
 def test_everything_survives_a_restart(tmp_path: Path) -> None:
     """Slots, done orders, names, settings: all of it is on disk when the call returns."""
@@ -44,6 +46,7 @@ def test_ended_slots_are_never_used_again(tmp_path: Path) -> None:
     table.remove(SlotId("a"))
     table.forget(SlotId("b"))
     assert (table.has_ended(SlotId("a")), table.has_ended(SlotId("b"))) == (True, False)
+    assert (table.end_of(SlotId("a")), table.end_of(SlotId("b"))) == (0, None)
 
 
 def test_memory_of_orders_is_bounded(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from keepstep.agent.supervisor import Supervisor
 from keepstep.agent.uplink import Uplink
 from keepstep.agent.workers import Workers
 from keepstep.model.actions import StopJob
-from keepstep.model.facts import AgentLeft
+from keepstep.model.facts import AgentLeft, WorkerExited
 
 STOP_GRACE_S = 10.0
 """From the signal to SIGKILL when this node is told to leave; a second signal ends the waiting."""
@@ -92,6 +92,7 @@ class Agent:
             if self.restarted:
                 self.node.say("agent is back; it goes on with what runs here")
                 self.supervisor.resume()
+                self._recall_faults()
             end = await self._left
         except AgentError as error:
             self.node.say(f"error: {error}")
@@ -99,6 +100,12 @@ class Agent:
             end = Departure(code=error.code, why=str(error), category="infrastructure")
         await self._leave(end, parts)
         return end.code
+
+    def _recall_faults(self) -> None:
+        """What a former agent had reported but nobody has heard may have to be helped without a controller."""
+        for fact in self.node.outbox.pending():
+            if isinstance(fact, WorkerExited) and fact.code != 0 and not fact.killed_by_us:
+                self.deputy.consider(fact, trained=self.node.resumed > 0)
 
     async def _report(self) -> None:
         await self.helpers.keeper_ready()

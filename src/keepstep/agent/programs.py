@@ -22,7 +22,7 @@ from keepstep.agent.slots import Role, Slot
 from keepstep.agent.watch import Watch
 from keepstep.agent.zygote import cuda_visible
 from keepstep.model.facts import StandbyGone, UserError, WorkerExited
-from keepstep.model.ids import Epoch, Rank, SlotId
+from keepstep.model.ids import Rank, SlotId
 from keepstep.model.topology import Member, Roster
 
 STDERR_LINES = 20
@@ -43,7 +43,6 @@ class Programs:
         self._changed = asyncio.Event()
         self._refill: asyncio.Task[None] | None = None
         self._failures = 0
-        self._told_dead: set[tuple[SlotId, Epoch]] = set()
         self.on_fault: OnFault = lambda cause, /, *, trained: None
         self.on_helper_gone: Callable[[Slot], None] = lambda slot: None
         link.on_state = self._adopt_late
@@ -241,10 +240,8 @@ class Programs:
 
     def report_dead(self, seat: Member, roster: Roster) -> None:
         """The seat's process had ended before the roster came."""
-        if (seat.slot, roster.epoch) in self._told_dead:
-            return
-        self._told_dead.add((seat.slot, roster.epoch))
         fact = self._node.report(WorkerExited, slot=seat.slot, rank=seat.rank, epoch=roster.epoch)
+        self._node.table.mark_ended(seat.slot, roster.epoch)
         self.on_fault(fact, trained=True)
 
     def _standby_gone(self, slot: Slot, code: int | None, number: int | None) -> None:

@@ -69,7 +69,7 @@ class _Saved(Struct, kw_only=True):
     next_number: int = 0
     standbys: int = 0
     actions: dict[ActionId, str] = {}
-    ended: list[SlotId] = []
+    ended: dict[SlotId, Epoch] = {}
     peer_port: int = 0
     stores: list[int] = []
     first_fault: WorkerExited | None = None
@@ -113,9 +113,20 @@ class Table:
         self.save()
 
     def remove(self, slot: SlotId) -> None:
-        if self._saved.slots.pop(slot, None) is not None:
-            self._saved.ended = [*self._saved.ended, slot][-KEPT_ENDED:]
+        gone = self._saved.slots.pop(slot, None)
+        if gone is not None:
+            self.mark_ended(slot, gone.epoch)
+
+    def mark_ended(self, slot: SlotId, epoch: Epoch) -> None:
+        """Its end is reported as one of this epoch."""
+        self._saved.ended[slot] = epoch
+        while len(self._saved.ended) > KEPT_ENDED:
+            del self._saved.ended[next(iter(self._saved.ended))]
         self.save()
+
+    def end_of(self, slot: SlotId) -> Epoch | None:
+        """The epoch in which its end was reported; ``None`` while it has not ended."""
+        return self._saved.ended.get(slot)
 
     def forget(self, slot: SlotId) -> None:
         """Of a slot that was never started: its name may be used."""

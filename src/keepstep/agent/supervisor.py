@@ -36,6 +36,10 @@ class Supervisor:
         self._workers = workers
         self._faults = faults
         self._join: asyncio.Task[None] | None = None
+        self._joining = ""
+        """Key of the roster that is being carried out."""
+        self._waiting: list[Join] = []
+        """Orders to answer once it is."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.stopping = False
         self.on_join: Callable[[Roster], None] = lambda roster: None
@@ -135,11 +139,17 @@ class Supervisor:
 
     def _begin(self, roster: Roster, action: Join | None) -> None:
         if self._join is not None and not self._join.done():
+            if self._joining == roster.key:
+                self._waiting += [action] if action is not None else []
+                return
             # The newer roster compares with what is there; what the older one had begun is part of that.
             self._join.cancel()
+            for older in self._waiting:
+                self._finish(older, f"superseded by epoch {show_epoch(roster.epoch)}")
+        self._joining, self._waiting = roster.key, [action] if action is not None else []
         self.on_join(roster)
         self._seat_the_living(roster)
-        self._join = self._spawn_task(self._converge(roster, action))
+        self._join = self._spawn_task(self._converge(roster))
 
     def _seat_the_living(self, roster: Roster) -> None:
         """Before anything else: survivors can only let go of their collectives when they know."""
@@ -155,7 +165,7 @@ class Supervisor:
                 self._programs.promoted(slot, roster)
         self._node.table.save()
 
-    async def _converge(self, roster: Roster, action: Join | None) -> None:
+    async def _converge(self, roster: Roster) -> None:
         seats = roster.seats_on(self._node.id)
         seated = {s.slot for s in seats}
         leftover = [s for s in self._node.table.workers() if s.id not in seated]
@@ -176,13 +186,15 @@ class Supervisor:
             if isinstance(outcome, BaseException) and not isinstance(outcome, SpawnRefused):
                 raise outcome
         self._programs.refill_soon()
-        if action is not None:
+        for action in self._waiting:
             self._finish(action, "; ".join(refused))
+        self._waiting = []
 
     def _report_dead_seats(self, roster: Roster) -> None:
         """A seat was given to a process that had died before the roster came: it is vacant in this epoch, too."""
         for seat in roster.seats_on(self._node.id):
-            if seat.slot not in self._node.table and self._node.table.has_ended(seat.slot):
+            ended = self._node.table.end_of(seat.slot)
+            if ended is not None and ended < roster.epoch:
                 self._programs.report_dead(seat, roster)
 
     # ------------------------------------------------------------ the end
