@@ -43,10 +43,18 @@ LAYOUT_LIMIT_S = 20.0
 def warm() -> None:
     """Import and touch everything that a forked process would otherwise pay for: no threads, no groups."""
     torch.set_num_threads(1)
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    for mode in MODES:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        net = build(mode, 4)
+        optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+        for parameter in net.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        net(torch.ones(1, 32)).sum().backward()
+        dist.destroy_process_group()
 
 
 class Net(nn.Module):

@@ -9,10 +9,33 @@ import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
-from keepstep.trainer.sockets import Handle, connected, has_timeout, open_sockets
+from keepstep.trainer.sockets import Handle, connected, has_timeout, listening_address, open_sockets
 
 _MARK_MS: Final = 70
 """Added to connect timeouts, so that gloo's sockets differ from sockets with a timeout that a person would choose."""
+
+_DIRECT: Final = (
+    "allgather",
+    "allgather_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+    "_allgather_base",
+    "_reduce_scatter_base",
+)
+
+_address: str | None = None
 
 
 class GlooInside:
@@ -23,17 +46,21 @@ class GlooInside:
         options._devices = [device]
         options._timeout = timedelta(milliseconds=mark(limit_s))
         self.gloo = ProcessGroupGloo(store, rank, size, options)
-        self._raw: Any = dist.ProcessGroup(store, rank, size)
-        self._raw._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.gloo)
+        raw: Any = dist.ProcessGroup(store, rank, size)
+        raw._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self.gloo)
+        for name in _DIRECT:
+            setattr(self, name, getattr(self.gloo, name))
+        self.allgather_into_tensor_coalesced = _either(
+            raw, "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
+        )
+        self.reduce_scatter_tensor_coalesced = _either(
+            raw, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"
+        )
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.gloo, name)
 
-    def allgather_into_tensor_coalesced(self, *args: Any) -> Any:
-        return self._raw.all_gather_single_coalesced(*args)
-
-    def reduce_scatter_tensor_coalesced(self, *args: Any) -> Any:
-        return self._raw.reduce_scatter_single_coalesced(*args)
+def _either(owner: Any, new: str, old: str) -> Any:
+    """An operation by its name since torch 2.12, else by the one before."""
+    return getattr(owner, new, None) or getattr(owner, old)
 
 
 def mark(limit_s: float) -> int:
@@ -42,11 +69,27 @@ def mark(limit_s: float) -> int:
 
 
 def gloo_device() -> Any:
-    """A listening socket and an event loop that several groups share."""
+    """A listening socket and an event loop that several groups share.
+
+    The first one of a process finds out by which address the others reach it, which may ask a name server; later
+    ones use that address, so that no recovery waits for a name server.
+    """
+    global _address
+    if _address is not None:
+        return _device(ProcessGroupGloo.create_device, hostname=_address)
+    before = open_sockets()
+    device = _device(ProcessGroupGloo.create_default_device)
+    found = [a for a in map(listening_address, open_sockets() - before) if a is not None]
+    if len(found) == 1:
+        _address = found[0]
+    return device
+
+
+def _device(make: Any, **options: Any) -> Any:
     try:
-        return ProcessGroupGloo.create_default_device(lazy_init=False)
+        return make(lazy_init=False, **options)
     except TypeError:  # torch before 2.7 has no lazy connections
-        return ProcessGroupGloo.create_default_device()
+        return make(**options)
 
 
 def connect_gloo(

@@ -117,6 +117,11 @@ class Groups:
 
     # ------------------------------------------------------------------ life
 
+    @staticmethod
+    def prepare() -> None:
+        """Find this host's address, which may take time: for a parked standby. ``start`` does it too."""
+        gloo_device()
+
     def start(
         self,
         *,
@@ -157,7 +162,8 @@ class Groups:
         self._why = None
         self._meter.broken = None
         base = PrefixStore(key, store)
-        self._wire = None if stand_in else self._new_wire(base, self._timeout.total_seconds())
+        wire = self._new_wire(base, self._timeout.total_seconds())
+        self._wire = None if stand_in else wire
         dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu", "cuda"])
         dist.init_process_group(BACKEND, store=base, rank=rank, world_size=world_size, timeout=self._timeout)
 

@@ -60,6 +60,23 @@ def has_peer_port(port: int) -> Callable[[socket.socket], bool]:
     return lambda sock: bool(sock.getpeername()[1] == port)
 
 
+def listening_address(handle: Handle) -> str | None:
+    """The address of a listening TCP socket, in digits; ``None`` for any other socket and for a wildcard."""
+    found: list[str] = []
+
+    def look(sock: socket.socket) -> bool:
+        if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockopt(
+            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+        ):
+            address = str(sock.getsockname()[0])
+            if address not in ("0.0.0.0", "::"):
+                found.append(address)
+        return True
+
+    _with_socket(handle, look)
+    return found[0] if found else None
+
+
 def shut_down(handles: Iterable[Handle]) -> int:
     """End each connection for both sides; descriptors that now mean something else are left alone.
 
