@@ -43,12 +43,12 @@ PROTOCOL_STEPS: dict[str, Reached] = {
 VICTIMS: dict[str, Callable[[Cluster], str]] = {
     "survivor": lambda cluster: cluster.kill_rank(SECOND),
     "newcomer": lambda cluster: cluster.kill_rank(FIRST),
-    "agent": lambda cluster: cluster.kill_role("node-0", "keepstep.agent.main"),
-    "other agent": lambda cluster: cluster.kill_role("node-1", "keepstep.agent.main"),
-    "shim": lambda cluster: cluster.kill_role("node-0", "keepstep.agent.shim"),
-    "keeper": lambda cluster: cluster.kill_role("node-0", "keepstep.agent.keeper"),
+    "agent": lambda cluster: kill_role(cluster, "node-0", "agent"),
+    "other agent": lambda cluster: kill_role(cluster, "node-1", "agent"),
+    "shim": lambda cluster: kill_role(cluster, "node-0", "shim"),
+    "keeper": lambda cluster: kill_role(cluster, "node-0", "keeper"),
     "controller": lambda cluster: cluster.kill_controller(),
-    "store": lambda cluster: cluster.kill_store(),
+    "store": lambda cluster: kill_role(cluster, "node-0", "store"),
 }
 
 
@@ -68,6 +68,12 @@ def test_kill_at_every_protocol_step(victim: str, make_cluster: MakeCluster, und
     assert sum(m.steps_lost for m in measured) == 0, measured
     assert_same_losses(cluster, undisturbed, steps, WORLD)
     assert_log_folds_to_one_state(cluster.run_dir)
+
+
+def kill_role(cluster: Cluster, node: str, role: str) -> str:
+    """Kill it as soon as it is there: it may have died in the step before, and be on its way back."""
+    until(cluster, lambda: cluster.role_pid(node, role) is not None, RECOVERY_LIMIT_S, f"{role} on {node}")
+    return cluster.kill_role(node, role)
 
 
 def play_cell(cluster: Cluster, name: str, reached: Reached, kill: Callable[[Cluster], str]) -> None:

@@ -97,14 +97,19 @@ class Nemesis:
         if self.random.random() < 0.5:
             self.kill()
 
+    def role(self, role: str) -> None:
+        node = self.home()
+        self.cluster.until(lambda: self.cluster.role_pid(node, role) is not None, 30, f"{role} on {node}")
+        self.cluster.kill_role(node, role)
+
     def agent(self) -> None:
-        self.cluster.kill_role(self.home(), "keepstep.agent.main")
+        self.role("agent")
 
     def keeper(self) -> None:
-        self.cluster.kill_role(self.home(), "keepstep.agent.keeper")
+        self.role("keeper")
 
     def shim(self) -> None:
-        self.cluster.kill_role(self.home(), "keepstep.agent.shim")
+        self.role("shim")
 
     def store(self) -> None:
         self.cluster.kill_store()

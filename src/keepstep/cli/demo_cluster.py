@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from keepstep.cli.client import Api
-from keepstep.cli.demo_proc import free_port, holds_socket, is_fork_of, listening_inode, memory_root, send, words_of
+from keepstep.cli.demo_proc import free_port, holds_socket, is_alive, listening_inode, memory_root, send, words_of
 from keepstep.cli.demo_watch import Beat, Watch, read_beat
 from keepstep.cli.dirs import node_dir
 from keepstep.model import env
@@ -289,17 +289,24 @@ class Cluster:
         shutil.rmtree(node.runtime_dir, ignore_errors=True)
         return f"all {len(pids)} processes of {name} killed, its memory wiped"
 
-    def kill_role(self, name: str, module: str) -> str:
-        """Kill the node's process that runs ``module`` (``keepstep.agent.main``, ``keepstep.agent.keeper``, ...).
+    def kill_role(self, node: str, role: str) -> str:
+        """Kill one of the node's own processes: ``agent``, ``shim``, ``keeper`` or ``store``.
 
         Raises:
-            LookupError: no such process.
+            LookupError: there is none at this moment.
         """
-        for pid, _ in self.processes(name):
-            if module in words_of(pid).split() and not is_fork_of(pid, module):
-                send(pid, signal.SIGKILL)
-                return f"kill -9 {pid} ({module} on {name})"
-        raise LookupError(f"no process of {name} runs {module}")
+        pid = self.role_pid(node, role)
+        if pid is None:
+            raise LookupError(f"node {node} has no {role} at this moment")
+        send(pid, signal.SIGKILL)
+        return f"kill -9 {pid} ({role} on {node})"
+
+    def role_pid(self, node: str, role: str) -> int | None:
+        if role in ("keeper", "store"):
+            pids = [slot["pid"] for slot in self.slots(node) if slot["role"] == role]
+            return next((pid for pid in pids if pid and is_alive(pid)), None)
+        module = {"agent": "keepstep.agent.main", "shim": "keepstep.agent.shim"}[role]
+        return next((pid for pid, _ in self.processes(node) if module in words_of(pid).split()), None)
 
     def kill_controller(self) -> str:
         pid = self.controller_pid()
@@ -328,7 +335,7 @@ class Cluster:
         """Kill the process that serves the rendezvous store of the newest roster.
 
         Raises:
-            LookupError: nobody listens on its port.
+            LookupError: nobody listens on its port (any more).
         """
         assert self.watch.roster is not None
         port = self.watch.roster.store_port

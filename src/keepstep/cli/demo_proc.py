@@ -36,13 +36,12 @@ def words_of(pid: int) -> str:
         return "(gone)"
 
 
-def is_fork_of(pid: int, module: str) -> bool:
-    """Whether the parent was executed with the same words: then this is a fork of it and not the process itself."""
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
     try:
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
         return False
-    return module in words_of(parent).split()
 
 
 def listening_inode(port: int) -> str | None:
