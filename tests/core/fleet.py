@@ -34,6 +34,7 @@ from keepstep.model.facts import (
     ResumeFailed,
     SdkAttached,
     SlotState,
+    StallEnded,
     StandbyGone,
     StandbyReady,
     StoreReady,
@@ -78,6 +79,7 @@ class Agent:
     standbys: int = 0
     spawned: int = 0
     store: int = 0
+    store_up: bool = False
     stopped: int | None = None
 
 
@@ -99,6 +101,7 @@ class Fleet:
         """Ranks that resume and then do no step."""
         self.poisoned: set[Rank] = set()
         """Ranks whose every new process dies at once."""
+        self.bad_seats: set[tuple[NodeId, Rank]] = set()
         self.entered: set[str] = set()
         self.checked = False
         """Check at every fact that deciding changes nothing and that the log alone rebuilds the state."""
@@ -224,25 +227,29 @@ class Fleet:
             )
             for p in agent.procs.values()
         )
-        agent.seq += 1
         joined = AgentJoined(
-            job=JOB, at=self.now, node=node, seq=agent.seq, host=f"host-{name}", boot=str(agent.boot),
-            peer_port=7000, keeper_port=7001, node_rank=agent.node_rank, wants_standby=agent.wants_standby,
-            epoch=agent.epoch, slots=slots,
-        )  # fmt: skip
-        kept = list(agent.outbox)
-        agent.outbox.clear()
-        for number, fact in enumerate(kept):  # the outbox comes behind the greeting; its numbers are below it
-            agent.seq += 1
-            kept[number] = _renumber(fact, agent.seq)
-        agent.outbox.extend([joined, *kept])
+            job=JOB,
+            at=self.now,
+            node=node,
+            host=f"host-{name}",
+            boot=str(agent.boot),
+            peer_port=7000,
+            keeper_port=7001,
+            node_rank=agent.node_rank,
+            wants_standby=agent.wants_standby,
+            epoch=agent.epoch,
+            slots=slots,
+        )
+        agent.outbox = deque(fact for fact in agent.outbox if not isinstance(fact, AgentJoined))
+        agent.outbox.appendleft(joined)  # without a number: it is said anew on each connection
         agent.inbox.extend(self.mind.pending_orders(node))
-        if store and not agent.store:
+        if store and not agent.store_up:
             self.new_store(name)
 
     def new_store(self, name: str) -> None:
         agent = self.agents[NodeId(name)]
         agent.store += 1
+        agent.store_up = True
         self.say(agent.name, StoreReady, host=f"host-{name}", port=29500 + agent.store)
 
     def cut(self, name: str, why: str = "connection reset") -> None:
@@ -262,7 +269,7 @@ class Fleet:
         agent.procs.clear()
         agent.outbox.clear()
         agent.boot += 1
-        agent.store = 0
+        agent.store_up = False
         agent.standbys = 0
         agent.epoch = Epoch(0)
         agent.done.clear()
@@ -297,7 +304,7 @@ class Fleet:
                     self.say(agent.name, SdkAttached, slot=slot, version="0")
             fresh = proc.rank is None
             proc.role, proc.rank, proc.epoch = "worker", seat.rank, roster.epoch
-            if fresh and seat.rank in self.poisoned:
+            if fresh and (seat.rank in self.poisoned or (agent.name, seat.rank) in self.bad_seats):
                 self._end(agent, slot, signal=11)
         if (roster.store_host, roster.store_port) == (f"host-{agent.name}", 29500 + agent.store):
             self.new_store(agent.name)
@@ -365,6 +372,10 @@ class Fleet:
                 self.say(seat.node, RankAdvanced, step=self.step + 1, **words)
         if moving and not self.stuck:
             self.step += 1
+
+    def poison_on(self, name: str, rank: int) -> None:
+        """Every new process of ``rank`` on this node dies at once."""
+        self.bad_seats.add((NodeId(name), Rank(rank)))
 
     def train(self, steps: int = 5) -> None:
         self.step += steps
@@ -441,6 +452,11 @@ class Fleet:
                 phase="STEP", started=started, finished=finished, proc_state="S", busy=0.0, idle_s=12.0, limit_s=12.0,
             )  # fmt: skip
 
+    def unstall(self, rank: int) -> None:
+        held = self.holder(rank)
+        if held is not None:
+            self.say(held[0].name, StallEnded, slot=held[1].slot, rank=Rank(rank), epoch=held[1].epoch)
+
     def broken(self, rank: int, error: str = "Connection closed by peer") -> None:
         held = self.holder(rank)
         if held is not None:
@@ -470,10 +486,6 @@ class Fleet:
         self.rosters.append(roster)
         self.say(NodeId(deputy), RecoveredLocally, roster=roster, cause=cause, why="the controller did not answer")
         self._enter()
-
-
-def _renumber(fact: AnyFact, seq: int) -> AnyFact:
-    return replace(fact, seq=seq)
 
 
 def replay(log: list[AnyRecord], policy: Policy | None = None) -> Controller:

@@ -15,6 +15,7 @@ from keepstep.core.state import (
     EVIDENCE_KEPT,
     INCIDENTS_KEPT,
     NODE_FAULTS_KEPT,
+    ORIGIN,
     STORES_REMEMBERED,
     TERMINAL,
     USER_FAULTS_KEPT,
@@ -26,7 +27,7 @@ from keepstep.core.state import (
     signature,
 )
 from keepstep.model.actions import Join, KeepStandbys, KillProcess, StopJob
-from keepstep.model.ids import NodeId
+from keepstep.model.ids import Nanos, NodeId
 from keepstep.model.records import (
     AnyRecord,
     DeadlineSet,
@@ -190,6 +191,8 @@ def _epoch_opened(job: Job, record: EpochOpened) -> None:
     job.attempt = roster.attempt
     job.settled = job.settled and roster.mode == "in_process"
     job.seats = {seat_key(member.node, member.slot): member.rank for member in roster.members}
+    if roster.origin == ORIGIN:
+        job.deputy_at = Nanos(0)
     job.started = {}
     job.refused = {}
     job.exits = {key: fact for key, fact in job.exits.items() if key in job.seats}

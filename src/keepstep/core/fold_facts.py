@@ -46,8 +46,11 @@ def fold_fact(job: Job, fact: AnyFact) -> None:
     if fact.seq:
         job.seqs[fact.node] = fact.seq
     match fact:
-        case JobSubmitted() | StopRequested() | InjectRequested() | TimePassed() | StandbyReady() | RecoveredLocally():
+        case JobSubmitted() | StopRequested() | InjectRequested() | TimePassed() | StandbyReady():
             pass  # what follows from them is in the records behind
+        case RecoveredLocally():
+            if fact.roster.epoch > job.epoch:
+                job.deputy_at = fact.at
         case AgentJoined():
             _agent_joined(job, fact)
         case AgentDisconnected():
@@ -188,18 +191,18 @@ def _progress(job: Job, fact: RankJoined | RankResumed | RankAdvanced | RankDone
         return
     seen = job.progress.get(fact.rank)
     if seen is None or seen.epoch < fact.epoch:
-        seen = Progress(epoch=fact.epoch)
+        seen = Progress(epoch=fact.epoch, at=fact.at)
     elif seen.epoch > fact.epoch:
         return
     match fact:
         case RankJoined():
-            after = replace(seen, joined=True)
+            after = replace(seen, joined=True, at=fact.at)
         case RankResumed():
-            after = replace(seen, joined=True, resumed=fact, step=max(seen.step, fact.step))
+            after = replace(seen, at=fact.at, joined=True, resumed=fact, step=max(seen.step, fact.step))
         case RankAdvanced():
-            after = replace(seen, advanced=True, step=max(seen.step, fact.step))
+            after = replace(seen, at=fact.at, advanced=True, step=max(seen.step, fact.step))
         case RankDone():
-            after = replace(seen, done=True, step=max(seen.step, fact.step))
+            after = replace(seen, at=fact.at, done=True, step=max(seen.step, fact.step))
         case _:
             assert_never(fact)
     job.progress[fact.rank] = after

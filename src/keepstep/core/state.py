@@ -37,6 +37,9 @@ NODE_FAULTS_KEPT = 8
 STORES_REMEMBERED = 4
 """Used stores that are not believed to be new when an agent names them again; agents close older ones."""
 
+ORIGIN = "controller"
+"""``Roster.origin`` of the epochs that we open ourselves."""
+
 Link = Literal["up", "broken", "away", "expired", "left"]
 """``broken``: the node's side dropped; ``away``: we were gone ourselves; ``expired``: silent for a whole lease."""
 
@@ -94,6 +97,8 @@ class Progress(Struct, frozen=True, kw_only=True):
     advanced: bool = False
     done: bool = False
     step: int = 0
+    at: Nanos = Nanos(0)
+    """When the rank said its last word, by its node's clock."""
 
 
 class UserFault(Struct, frozen=True, kw_only=True):
@@ -175,6 +180,8 @@ class Job(Struct, kw_only=True):
     seats: dict[Seat, Rank] = {}
     started: dict[NodeId, bool] = {}
     """Nodes that have carried out the present epoch's Join."""
+    deputy_at: Nanos = Nanos(0)
+    """When a deputy opened the present epoch, by its clock; 0 when it was us."""
     progress: dict[Rank, Progress] = {}
     joined: int = 0
     resumed: int = 0
@@ -233,8 +240,11 @@ class Job(Struct, kw_only=True):
         return self.roster is not None and any(place.node == node for place in self.roster.places)
 
     def ahead(self) -> Epoch:
-        """The newest epoch that any node has accepted; above ``epoch`` when a deputy acted in our absence."""
-        return Epoch(max([self.epoch, *(node.epoch for node in self.nodes.values())]))
+        """The newest epoch that any node has accepted; above ``epoch`` when a deputy acted in our absence.
+
+        Lost nodes do not count: what they accepted is a minor of an epoch of ours, below the next one that we open.
+        """
+        return Epoch(max([self.epoch, *(node.epoch for node in self.nodes.values() if not node.lost)]))
 
 
 _TABLES = tuple(field.name for field in msgspec.structs.fields(Job) if field.default_factory is dict)

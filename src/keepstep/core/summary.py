@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from keepstep.core.summary_lines import clock, evidence_line, record_words
+from keepstep.core.summary_lines import clock, evidence_line, record_words, rejections
 from keepstep.model.ids import IncidentId
 from keepstep.model.records import (
     AnyRecord,
@@ -134,7 +134,7 @@ def _outcome(own: Sequence[AnyRecord]) -> list[str]:
     for number, plan in enumerate(plans, 1):
         label = "action:" if len(plans) == 1 else f"action {number}:"
         lines.append(f"{label} {plan.rung}. {plan.reason}")
-        lines += [f"        not {line}" for line in plan.rejected]
+        lines += [f"        not {line}" for line in rejections(plan.rejected)]
     lines += [f"node:   {r.node} -> {r.to}: {r.why}" for r in own if isinstance(r, NodeMoved) and r.to == "QUARANTINED"]
     measured = next((r for r in own if isinstance(r, IncidentMeasured)), None)
     ended = next((r for r in own if isinstance(r, IncidentMoved) and r.to in ("RESOLVED", "ESCALATED")), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import assert_never
 
 from keepstep.core.locate.exits import words
@@ -66,6 +67,8 @@ def evidence_line(fact: AnyFact) -> str:
     """``time  source  words`` for a fact that says that something is wrong; empty for all others."""
     match fact:
         case WorkerExited():
+            if fact.killed_by_us:
+                return ""
             source = "process"
         case WorkerFrozen():
             source = "kernel"
@@ -167,7 +170,7 @@ def record_words(record: AnyRecord) -> str:
             node = f", node {record.node}" if record.node else ""
             return f"suspect   {who}{node}, {record.category} p={record.probability:.2f}: {record.reason}"
         case PlanMade():
-            passed = "".join(f"\n{'':14}not {line}" for line in record.rejected)
+            passed = "".join(f"\n{'':14}not {line}" for line in rejections(record.rejected))
             return f"plan      {record.rung}: {record.reason}{passed}"
         case EpochOpened():
             r = record.roster
@@ -185,6 +188,15 @@ def record_words(record: AnyRecord) -> str:
             return f"measured  {took}; {kept} survivors kept; {record.steps_lost} steps lost"
         case _:
             assert_never(record)
+
+
+def rejections(rejected: Sequence[str]) -> list[str]:
+    """Rungs that were passed over for the same reason, in one line."""
+    why: dict[str, list[str]] = {}
+    for line in rejected:
+        rung, _, reason = line.partition(": ")
+        why.setdefault(reason, []).append(rung)
+    return [f"{', '.join(rungs)}: {reason}" if reason else rungs[0] for reason, rungs in why.items()]
 
 
 def action_words(action: AnyAction) -> str:

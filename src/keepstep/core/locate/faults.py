@@ -213,6 +213,8 @@ def why_lost(job: Job, node: Node, now: Nanos, policy: Policy) -> str:
         exits = [f for k, f in job.exits.items() if k in job.seats and f.node != node.node and judge_echo(f)]
         if others or exits:
             return f"broke its connection and did not come back within {policy.reconnect_s:g} s, and collectives broke"
+        if job.incident is not None and job.incident.node == node.node and node.node not in job.started:
+            return f"lost a process, then its connection, and did not come back within {policy.reconnect_s:g} s"
     return ""
 
 

@@ -48,16 +48,16 @@ def vote(positions: Sequence[RankStalled], gone: Collection[Rank] = ()) -> Verdi
     if both and len(both) * 2 <= world:
         fewest = min(p.started for p in both)
         guilty = [p for p in both if p.started == fewest]
-        reason = f"in no collective after {fewest}, while the others wait in {_th(most)}"
+        reason = f"is in no collective after the {fewest}th, while the others wait in {_th(most)}"
         return _convict(guilty, 0.95, reason, evidence)
     if outside and len(outside) * 2 <= world and len(outside) < world:
-        return _convict(outside, 0.8, f"in no collective while the others wait in {_th(most)}", evidence)
+        return _convict(outside, 0.8, f"is in no collective while the others wait in {_th(most)}", evidence)
     if behind and not outside and len(behind) * 2 < world:
         fewest = min(p.started for p in behind)
         guilty = [p for p in behind if p.started == fewest]
-        return _convict(guilty, 0.7, f"still in {_th(fewest)} while the others wait in {_th(most)}", evidence)
+        return _convict(guilty, 0.7, f"is still in {_th(fewest)} while the others wait in {_th(most)}", evidence)
     if not outside and not behind:
-        reason = f"all {world} ranks wait inside the same collective, {_th(most)}: none of them is to blame"
+        reason = f"all {world} ranks wait inside the same one, {_th(most)}: none of them is to blame"
     else:
         reason = "the ranks' positions do not point at a minority of them"
     return Verdict(ranks=(), probability=0.0, reason=reason, evidence=evidence)

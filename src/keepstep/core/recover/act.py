@@ -86,7 +86,7 @@ def act(draft: Draft, *, floor: Rung = "in_process", no_capacity: bool = False) 
     if plan.rung in ("stop", "requeue"):
         give_up(draft, plan.code, plan.reason)
         return
-    draft.move_incident("DECIDED", plan.reason)
+    draft.move_incident("DECIDED", f"attempt {incident.attempts + 1}: {plan.rung}")
     if plan.wait:
         draft.move_job("WAITING", plan.reason)
         draft.wake_once(deadlines.CAPACITY, draft.policy.capacity_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from keepstep.core.draft import Draft
 from keepstep.core.state import Incident, Job
+from keepstep.model.ids import Nanos
 from keepstep.model.records import IncidentMeasured
 
 _MS = 1_000_000
@@ -18,21 +19,25 @@ def resolve(draft: Draft, why: str) -> None:
 
 def measure(draft: Draft) -> IncidentMeasured:
     job, incident = draft.job, draft.incident
-    located = incident.located or draft.now
-    ordered = incident.ordered or draft.now
+    located, ordered, end = incident.located or draft.now, incident.ordered or draft.now, draft.now
+    opened = incident.opened
+    if job.deputy_at and job.epoch == incident.epoch:
+        # It was over before we knew: the deputy's and the ranks' own words tell how long it took.
+        opened = located = min(incident.onset, job.deputy_at)
+        ordered, end = job.deputy_at, Nanos(max(seen.at for seen in job.progress.values()))
     kept, possible = survivors(job, incident)
     return IncidentMeasured(
         job=job.id,
         at=draft.now,
         incident=incident.id,
-        detect_ms=_span(incident.onset, incident.opened),
-        locate_ms=_span(incident.opened, located),
+        detect_ms=_span(incident.onset, opened),
+        locate_ms=_span(opened, located),
         decide_ms=_span(located, ordered),
-        recover_ms=_span(ordered, draft.now),
-        phases=phases(job),
+        recover_ms=_span(ordered, end),
+        phases=phases(job) if incident.attempts else {},
         survivors_kept=kept,
         survivors_possible=possible,
-        steps_lost=steps_lost(job),
+        steps_lost=steps_lost(job) if incident.attempts else 0,
         replaced=incident.replaced,
     )
 

@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from keepstep.core.state import Job, Node, Store, seat_key
+from keepstep.core.state import ORIGIN, Job, Node, Store, seat_key
 from keepstep.model.ids import Epoch, IncidentId, NodeId, Rank, SlotId, show_epoch
 from keepstep.model.topology import JoinMode, Member, Place, Roster, buddies
-
-ORIGIN = "controller"
 
 
 def cold_slot(rank: int, epoch: Epoch) -> SlotId:
