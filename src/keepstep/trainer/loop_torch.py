@@ -25,7 +25,7 @@ from keepstep.model.wire import (
 )
 from keepstep.trainer.exceptions import CannotResume, InjectedFault, StateMismatch, StateNotPlain, StepMisused
 from keepstep.trainer.frameworks_torch import reset_after_abort
-from keepstep.trainer.recovery_torch import Found, Layouts, Restorer, everybody_is_here
+from keepstep.trainer.recovery_torch import Found, Restorer, everybody_is_here
 from keepstep.trainer.steps import Step, require_entered
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ class Loop:
         self._suffer_injected(step)
         if session.groups.world_ops_since_mark() == 0:
             everybody_is_here()  # ranks must not drift apart by more than one step
+        session.state.settle_buckets()
         epoch = session.roster.epoch
         self.done = step.index + 1
         self._live = Version(self.done, epoch)
@@ -262,7 +263,6 @@ class Loop:
         session.beat.phase(Phase.RECOVERING)
         if not newcomer:
             reset_after_abort(list(session.state.modules.values()), list(session.state.optimizers.values()))
-        Layouts(session.state, self._overtaken).exchange(roster, session.rank, newcomer=newcomer)
         clock.lap("reset")
         session.groups.rebuild(
             store_host=roster.store_host,

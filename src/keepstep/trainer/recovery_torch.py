@@ -10,14 +10,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import msgspec
 import torch
 from msgspec import Struct
 from torch import distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from keepstep.checkpoint import agree
 from keepstep.checkpoint.agree import Holdings, Plan
@@ -26,17 +24,11 @@ from keepstep.checkpoint.peers import PeerClient
 from keepstep.checkpoint.slot import Description, TensorEntry, Version
 from keepstep.model.topology import Member, Place, Roster
 from keepstep.trainer.exceptions import CannotResume, StateMismatch
-from keepstep.trainer.frameworks_torch import adopt_ddp_layout, ddp_layout
 from keepstep.trainer.snapshots_torch import Snapshots
 from keepstep.trainer.state_torch import Live, State
 
 MAX_ROUNDS = 4
 """How often ranks may agree anew because a holder turned out to be damaged."""
-LAYOUT_WAIT_S = 30.0
-STORE_CONNECT_S = 5.0
-POLL_S = 0.003
-TELLERS = 4
-"""Survivors that tell DDP's bucket order; several, because one of them may itself still be on its way in."""
 
 
 class Found(Struct, frozen=True, kw_only=True):
@@ -186,39 +178,6 @@ class Restorer:
             file=sys.stderr,
             flush=True,
         )
-
-
-class Layouts:
-    """DDP's bucket order, handed from survivors to newcomers while these still stand in for the others."""
-
-    def __init__(self, state: State, stop: Callable[[], bool]) -> None:
-        self._modules, self._stop = state.ddp(), stop
-
-    def exchange(self, roster: Roster, rank: int, *, newcomer: bool) -> None:
-        if not self._modules:
-            return
-        survivors = sorted(member.rank for member in roster.members if not member.newcomer)
-        if not newcomer and rank not in survivors[:TELLERS]:
-            return
-        client = TCPStore(
-            roster.store_host,
-            roster.store_port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=STORE_CONNECT_S),
-        )
-        key = f"{roster.key}/keepstep/ddp"
-        if not newcomer:
-            client.set(key, msgspec.json.encode([ddp_layout(module) for module in self._modules]).decode())
-            return
-        deadline = time.monotonic() + LAYOUT_WAIT_S
-        while not client.check([key]):
-            if self._stop() or time.monotonic() > deadline:
-                raise TimeoutError(f"no survivor has told DDP's bucket order within {LAYOUT_WAIT_S:g} s")
-            time.sleep(POLL_S)
-        layouts = msgspec.json.decode(client.get(key))
-        for module, layout in zip(self._modules, layouts, strict=True):
-            adopt_ddp_layout(module, layout)
 
 
 # -------------------------------------------------------------------- helpers

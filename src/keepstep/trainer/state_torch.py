@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 from keepstep.checkpoint.slot import TensorEntry
 from keepstep.trainer.exceptions import StateMismatch, StateNotPlain, StepMisused
+from keepstep.trainer.frameworks_torch import DdpLayout, adopt_ddp_layout, ddp_layout
 from keepstep.trainer.plain_torch import decode_plain, encode_plain
 
 Read = Callable[[TensorEntry], Tensor]
@@ -48,6 +50,8 @@ class State:
         self._bound: list[tuple[str, Tensor]] = []
         self._pointers: list[int] = []
         self._provable = False
+        self._ddp: list[DistributedDataParallel] = []
+        self._buckets: bytes | None = None
 
     # ---------------------------------------------------------------- registration
 
@@ -99,6 +103,7 @@ class State:
         ]
         self._parameters = [Live(name, _local(parameter), "param") for name, parameter in self._bound]
         self._pointers = [live.tensor.data_ptr() for live in self._parameters]
+        self._ddp = self.ddp()
         optimised = {id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
         trained = {id(p) for m in self.modules.values() for p in m.parameters() if p.requires_grad}
         self._provable = trained <= optimised
@@ -160,8 +165,25 @@ class State:
             "values": {name: _plain_values(optimizer) for name, optimizer in self.optimizers.items()},
             "others": {name: item.state_dict() for name, item in self.others.items()},
             "random": random_states() if with_random else None,
+            "buckets": self._bucket_order(),
         }
         return encode_plain(whole, "registered")
+
+    def settle_buckets(self) -> None:
+        """Let DDP rearrange its buckets now, where it would at its next forward; collective, on all ranks alike.
+
+        Which gradients are added up together decides the last bits of a sum. Settled before the commit, the order
+        that the next step will use belongs to the version, and whoever resumes from it uses the same.
+        """
+        for ddp in self._ddp:
+            if ddp.reducer._rebuild_buckets():
+                ddp._has_rebuilt_buckets = True
+                self._buckets = None
+
+    def _bucket_order(self) -> bytes:
+        if self._buckets is None:
+            self._buckets = msgspec.msgpack.encode([ddp_layout(ddp) for ddp in self._ddp])
+        return self._buckets
 
     def expected_bytes(self) -> int:
         """Size of one version once the optimizers have made their state, as far as can be known before."""
@@ -248,7 +270,7 @@ class State:
             held[entry.name].copy_(read(entry))
 
     def _put_plain(self, whole: dict[str, Any]) -> None:
-        """Hyper-parameters, schedulers, data and, where there are any, random states."""
+        """Hyper-parameters, schedulers, data, DDP's bucket order and, where there are any, random states."""
         for name, groups in whole["groups"].items():
             if name not in self.optimizers:
                 raise StateMismatch(f"the snapshot holds an optimizer {name!r} that is not registered here")
@@ -262,6 +284,10 @@ class State:
             if name not in self.others:
                 raise StateMismatch(f"the snapshot holds {name!r}, which is not registered here")
             self.others[name].load_state_dict(saved)
+        layouts = msgspec.msgpack.decode(whole["buckets"], type=list[DdpLayout])
+        for ddp, layout in zip(self._ddp, layouts, strict=True):
+            if adopt_ddp_layout(ddp, layout):
+                self._buckets = None
         if whole["random"] is not None:
             put_random_states(whole["random"])
 

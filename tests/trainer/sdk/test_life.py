@@ -149,12 +149,11 @@ def test_a_restarted_job_goes_on_from_its_snapshots() -> None:
         agent.wait_frames(WorkerDone, 2, epoch)
         finish(agent)
         assert {f.step for _, f in agent.frames(WorkerResumed, epoch)} == {4}
-        again = [slot for slot in agent.slots.values()]
         agent.start("restart")
         epoch = agent.roster.epoch if agent.roster else 0
         finish(agent)
         assert {f.step for _, f in agent.frames(WorkerResumed, epoch)} == {TOTAL}
-        assert all((agent.root / f"{slot}.out").read_text().startswith("done") for slot in again)
+        assert all((agent.root / f"{slot}.out").read_text().startswith("done") for slot in agent.slots.values())
 
 
 def test_a_users_exception_is_told_and_goes_on() -> None:
@@ -209,6 +208,17 @@ def test_training_does_not_notice_the_agents_death() -> None:
         agent.wait_frames(WorkerDone, 2)
         finish(agent)
         assert agent.losses() == undisturbed("ddp", 2)
+
+
+def test_too_little_memory_is_refused_before_the_run() -> None:
+    """The sum is on stderr and reaches the agent; exit code 66; no snapshot was begun."""
+    with FakeAgent(1, KIND="plain", WIDTH=str(1 << 40)) as agent:
+        agent.start()
+        assert agent.wait_exit(0) == 66
+        failed = agent.wait_frames(WorkerFailed, 1)[0][1].error
+        assert failed.type == "NotEnoughMemory"
+        assert "per version x 2 versions x 1 ranks" in (agent.root / f"{agent.slots[0]}.err").read_text()
+        assert not list((agent.node_dir / SNAP_DIR).glob("*.0")) or pair.look(agent.node_dir / SNAP_DIR, 0) == []
 
 
 def test_a_refused_worker_ends_with_the_agents_code(tmp_path: Path) -> None:

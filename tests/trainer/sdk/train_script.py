@@ -68,6 +68,10 @@ def main() -> None:
     inputs = torch.randn(640, 16, generator=torch.Generator().manual_seed(1))
     data = StepData(inputs, 8, seed=3, rank=ks.rank, world_size=ks.world_size, collate=torch.stack)
     ks.register(model=model, optimizer=optimizer, scheduler=schedule, data=data)
+    if width := int(os.environ.get("WIDTH", "0")):
+        ghost = nn.Module()
+        ghost.register_buffer("ghost", torch.empty(1).expand(width))  # as large as you like, and takes no memory
+        ks.register(ghost=ghost)
     torch.manual_seed(100 + ks.rank)
     if os.environ.get("FAIL_SETUP"):
         raise RuntimeError("set-up went wrong")
