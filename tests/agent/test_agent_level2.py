@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from agent_rig import JOB, AgentProcess, FakeController, join, joined, next_id, roster_of, until
+import pytest
+from agent_rig import JOB, AgentProcess, FakeController, join, joined, next_id, roster_of, shim_pids, until
 
 from keepstep.agent.config import Program
 from keepstep.model.actions import InjectFault, KeepStandbys
@@ -254,6 +255,7 @@ def test_silent_rank_is_reported_once_and_forgiven(node_dir: Path, tmp_path: Pat
     run(story)
 
 
+@pytest.mark.acceptance
 def test_one_node_helps_itself_without_a_controller(node_dir: Path, tmp_path: Path) -> None:
     """Controller killed, then a rank: the agent is its own deputy, opens a minor epoch, tells it later."""
 
@@ -311,6 +313,7 @@ def test_seat_of_a_standby_that_had_died_is_vacant_at_once(node_dir: Path, tmp_p
     run(story)
 
 
+@pytest.mark.acceptance
 def test_two_nodes_agree_on_a_deputy(tmp_path: Path) -> None:
     """The fault is on n1, the deputy is n0 (lowest rank); both enter one minor epoch; a cold process takes the seat."""
 
@@ -366,6 +369,26 @@ def test_standbys_that_never_park_are_given_up(node_dir: Path, tmp_path: Path) -
     run(story)
 
 
+@pytest.mark.acceptance
+def test_helpers_of_a_dead_shim_leave_with_the_node(node_dir: Path, tmp_path: Path) -> None:
+    """The shim that started keeper and store is dead; at the end they go all the same (the fixture looks)."""
+
+    async def story() -> None:
+        async with rig(node_dir, tmp_path, services=("keeper",)) as (controller, [agent]):
+            await joined(controller)
+            await until(lambda: (agent.node_dir / "keeper.port").exists())
+            shim = agent.shim_pid()
+            os.kill(shim, signal.SIGKILL)
+            await until(lambda: any(p != shim for p in shim_pids(agent.node_dir)))
+            helper = agent.pid_of("keeper0")
+            os.kill(agent.pid, signal.SIGTERM)
+            await agent.ended()
+            await until(lambda: not Path(f"/proc/{helper}").exists(), within_s=2)
+
+    run(story)
+
+
+@pytest.mark.acceptance
 def test_store_is_replaced_when_it_dies(node_dir: Path, tmp_path: Path) -> None:
     """store-loss: StoreLost, then a new unused store."""
 

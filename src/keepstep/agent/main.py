@@ -196,6 +196,10 @@ class Agent:
             task.cancel()
         self.console.close(CONSOLE_S)
         await self.link.leave()
+        for slot in self.node.table:
+            # Children of a shim that had died before: its successor does not know them.
+            if slot.alive():
+                proc.kill_group(slot.pid)
         for task in parts:
             task.cancel()
         await asyncio.gather(*parts, return_exceptions=True)
