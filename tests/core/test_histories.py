@@ -119,6 +119,10 @@ class Histories(RuleBasedStateMachine):
         self.fleet.slow.add(Rank(rank))
 
     @rule(rank=RANKS)
+    def never_advances(self, rank: int) -> None:
+        self.fleet.stuck.add(Rank(rank))
+
+    @rule(rank=RANKS)
     def cannot_resume(self, rank: int) -> None:
         self.fleet.cannot(rank)
 

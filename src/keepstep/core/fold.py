@@ -104,7 +104,7 @@ def _node_moved(job: Job, record: NodeMoved) -> None:
     job.nodes[node.node] = replace(node, health=record.to, faulty=faulty)
     if record.to == "PROBATION" and (incident := job.incident):
         named = tuple(key for key in incident.named if key != f"node:{node.node}")
-        job.incidents[incident.id] = replace(incident, named=named)
+        job.incidents[incident.id] = replace(incident, named=named, planned=None)  # what it waited for is here
 
 
 def _standby_moved(job: Job, record: StandbyMoved) -> None:
