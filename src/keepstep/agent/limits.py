@@ -50,10 +50,10 @@ class HangDetect:
         raise BadConfig(f"hang_detect ({text!r}) must be 'auto', 'off' or a duration such as '30s' or '5m'")
 
 
-def quantile(values: Sequence[int], q: float) -> float:
+def quantile(values: Sequence[int], q: float) -> int:
     """The ``q``-quantile by the nearest rank; robust, and exact for few values."""
     ordered = sorted(values)
-    return float(ordered[min(len(ordered) - 1, int(q * len(ordered)))])
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
 def stall_limit_s(phase: Phase, steps_ns: Sequence[int], hang: HangDetect) -> float | None:
