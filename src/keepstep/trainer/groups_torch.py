@@ -29,6 +29,8 @@ from keepstep.trainer.sockets import Handle, connected, has_peer_port, open_sock
 from keepstep.trainer.swap_torch import BACKEND, SwapGroup
 
 DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
+STORE_CONNECT: Final = timedelta(seconds=5)
+"""A store answers before its epoch is announced: one that does not within this time is dead, and waiting is in vain."""
 SETTLE_S: Final = 0.25
 """How long a rebuild waits for operations of the old epoch to end."""
 MAX_SCRAPPERS: Final = 16
@@ -332,9 +334,9 @@ class Groups:
     ) -> tuple[Wire, dict[str, list[Circuit]]]:
         began = time.monotonic()
         before = open_sockets()
-        client = TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(1.0, limit_s))
-        )
+        waits = timedelta(seconds=max(1.0, limit_s))
+        client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=min(waits, STORE_CONNECT))
+        client.set_timeout(waits)
         lines = connected(open_sockets() - before, has_peer_port(port))
         with self._bell:
             if self._aborts != seen:
