@@ -16,6 +16,8 @@ from tests.core.fleet import JOB, SECOND, Fleet, replay, spec
 
 RANKS = st.integers(min_value=0, max_value=3)
 NODES = st.sampled_from(["n0", "n1", "x0", "x1"])
+pytestmark = pytest.mark.timeout(3600)  # the soak profile takes its time
+
 TRIES = 400
 """Deadlines after which every incident must have ended. Far above what the budgets allow, far below for ever."""
 

@@ -98,6 +98,7 @@ def respond(draft: Draft, fact: AnyFact) -> None:
             standby_gone(draft, fact)
             assess(draft)
         case WorkerExited():
+            standby_gone(draft, fact)
             check_progress(draft)
             assess(draft)
         case RankStalled():

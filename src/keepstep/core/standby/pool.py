@@ -6,7 +6,7 @@ from keepstep.core.draft import Draft
 from keepstep.core.health.machine import USABLE
 from keepstep.core.state import Job, Node, seat_key
 from keepstep.model.actions import KeepStandbys
-from keepstep.model.facts import AgentJoined, StandbyGone, StandbyReady
+from keepstep.model.facts import AgentJoined, StandbyGone, StandbyReady, WorkerExited
 from keepstep.model.ids import action_id
 from keepstep.model.records import StandbyState
 
@@ -40,9 +40,11 @@ def standby_ready(draft: Draft, fact: StandbyReady) -> None:
         draft.move_standby(fact.node, fact.slot, "SLEEPING", "parked in keepstep.init")
 
 
-def standby_gone(draft: Draft, fact: StandbyGone) -> None:
+def standby_gone(draft: Draft, fact: StandbyGone | WorkerExited) -> None:
+    """A warm process ended; as a worker, when an order that is void by now had given it a rank."""
+    why = fact.why if isinstance(fact, StandbyGone) else "its process ended"
     if seat_key(fact.node, fact.slot) in draft.job.standbys:
-        draft.move_standby(fact.node, fact.slot, "GONE", fact.why)
+        draft.move_standby(fact.node, fact.slot, "GONE", why)
 
 
 def sync_with_agent(draft: Draft, fact: AgentJoined) -> None:
