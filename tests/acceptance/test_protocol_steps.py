@@ -20,6 +20,7 @@ from tests.acceptance.checks import (
 )
 
 from keepstep.cli.demo_cluster import Cluster
+from keepstep.cli.demo_proc import is_alive
 from keepstep.cli.demo_watch import Watch
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(300)]
@@ -42,7 +43,7 @@ PROTOCOL_STEPS: dict[str, Reached] = {
 
 VICTIMS: dict[str, Callable[[Cluster], str]] = {
     "survivor": lambda cluster: cluster.kill_rank(SECOND),
-    "newcomer": lambda cluster: cluster.kill_rank(FIRST),
+    "newcomer": lambda cluster: kill_newcomer(cluster),
     "agent": lambda cluster: kill_role(cluster, "node-0", "agent"),
     "other agent": lambda cluster: kill_role(cluster, "node-1", "agent"),
     "shim": lambda cluster: kill_role(cluster, "node-0", "shim"),
@@ -68,6 +69,17 @@ def test_kill_at_every_protocol_step(victim: str, make_cluster: MakeCluster, und
     assert sum(m.steps_lost for m in measured) == 0, measured
     assert_same_losses(cluster, undisturbed, steps, WORLD)
     assert_log_folds_to_one_state(cluster.run_dir)
+
+
+def kill_newcomer(cluster: Cluster) -> str:
+    """Kill whoever holds the seat now, as soon as somebody does."""
+
+    def seated() -> bool:
+        beat = cluster.beats().get(FIRST)
+        return beat is not None and is_alive(beat.pid)
+
+    until(cluster, seated, RECOVERY_LIMIT_S, "a living process in the seat")
+    return cluster.kill_rank(FIRST)
 
 
 def kill_role(cluster: Cluster, node: str, role: str) -> str:
