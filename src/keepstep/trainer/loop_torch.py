@@ -23,7 +23,14 @@ from keepstep.model.wire import (
     WorkerJoined,
     WorkerResumed,
 )
-from keepstep.trainer.exceptions import CannotResume, InjectedFault, StateMismatch, StateNotPlain, StepMisused
+from keepstep.trainer.exceptions import (
+    CannotResume,
+    CommunicationAborted,
+    InjectedFault,
+    StateMismatch,
+    StateNotPlain,
+    StepMisused,
+)
 from keepstep.trainer.frameworks_torch import reset_after_abort
 from keepstep.trainer.recovery_torch import Found, Restorer, everybody_is_here
 from keepstep.trainer.steps import Step, require_entered
@@ -136,9 +143,7 @@ class Loop:
     def commit(self, step: Step, loss: Any) -> None:
         session = self._s
         self._suffer_injected(step)
-        if session.groups.world_ops_since_mark() == 0:
-            everybody_is_here()  # ranks must not drift apart by more than one step
-        session.state.settle_buckets()
+        problem = self._last_words_together()
         epoch = session.roster.epoch
         self.done = step.index + 1
         self._live = Version(self.done, epoch)
@@ -146,9 +151,34 @@ class Loop:
         self._save(self._live)
         session.losses.write(step.index, epoch, session.readable(loss))
         session.beat.commit(self.done)
+        if problem is not None:
+            step.committed = True
+            raise problem
         if self._advance_due:
             self._advance_due = False
             session.control.send(WorkerAdvanced(epoch=epoch, step=self.done))
+
+    def _last_words_together(self) -> Exception | None:
+        """What ranks do together before a commit.
+
+        The step is complete here already. Where the step before can be had back it is done again after a failure,
+        exactly as it was. Where it cannot (no snapshots), the failure is returned: commit first, then raise it.
+        """
+        session = self._s
+        if session.cuda:
+            # An aborted NCCL kernel ends early and leaves sums half done; what the stream still holds may rest on it.
+            session.await_device()
+            if self.interrupted():
+                raise CommunicationAborted("the epoch ended before the device had finished this step")
+        try:
+            if session.groups.world_ops_since_mark() == 0:
+                everybody_is_here()  # ranks must not drift apart by more than one step
+            session.state.settle_buckets()
+        except Exception as error:
+            if session.roster.snapshot_every == 1:
+                raise
+            return error
+        return None
 
     def interrupted(self) -> bool:
         return self._s.control.pending is not None or self._s.groups.aborted

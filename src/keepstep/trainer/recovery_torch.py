@@ -173,8 +173,8 @@ class Restorer:
             tuple(e for e in shared.tensors if e.name[0] == "b"), lambda e: arrived[e.name], shared.plain, shards=False
         )
         print(
-            f"keepstep: the random state of this rank at step {version.step} was lost with its node; dropout and the "
-            f"like go on with another sequence (snapshots on another node would have kept it)",
+            f"keepstep: the random state and buffers of this rank at step {version.step} are not known any more; the "
+            f"step is kept, but dropout and the like go on with another sequence (--snapshot-every 1 would keep both)",
             file=sys.stderr,
             flush=True,
         )

@@ -121,6 +121,10 @@ class Session:
 
         return read
 
+    def await_device(self) -> None:
+        """Until everything that this process has given to its device is done."""
+        torch.cuda.current_stream().synchronize()
+
     def report_failure(self, error: BaseException, step: int | None) -> None:
         """Tell the agent, once, which exception is about to end this process."""
         if self._reported:
