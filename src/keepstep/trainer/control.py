@@ -189,10 +189,11 @@ class Control:
             case SlowDown(seconds=seconds):
                 self.slow_down_s = seconds
             case Refused():
+                # Said before it takes effect: the main thread ends the process as soon as it knows.
+                print(f"keepstep: the agent refuses this process: {frame.why}", file=sys.stderr, flush=True)
                 with self._lock:
                     self.refused = frame
                     self._news.notify_all()
-                print(f"keepstep: the agent refuses this process: {frame.why}", file=sys.stderr, flush=True)
 
     def _announce(self, seat: TakeSeat) -> None:
         epoch = seat.roster.epoch

@@ -26,6 +26,8 @@ from keepstep.model.wire import (
 from keepstep.trainer.exceptions import (
     CannotResume,
     CommunicationAborted,
+    FrameworkUnsupported,
+    GroupsUnsupported,
     InjectedFault,
     StateMismatch,
     StateNotPlain,
@@ -272,7 +274,7 @@ class Loop:
         session = self._s
         if session.control.pending is not None:
             return
-        own = isinstance(error, (CannotResume, StateMismatch, StateNotPlain))
+        own = isinstance(error, (CannotResume, StateMismatch, StateNotPlain, FrameworkUnsupported, GroupsUnsupported))
         if own or (session.groups.broken is None and not isinstance(error, (RuntimeError, OSError))):
             why = f"rank {session.rank}: {type(error).__name__}: {error}"[:500]
             session.control.send(WorkerCannotResume(epoch=roster.epoch, why=why))

@@ -6,22 +6,21 @@ data position) is small and plain. Parameters and optimizer tensors are looked a
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from keepstep.checkpoint.slot import TensorEntry
-from keepstep.trainer.exceptions import StateMismatch, StateNotPlain, StepMisused
+from keepstep.trainer import pieces_torch as pieces
+from keepstep.trainer.exceptions import StateMismatch, StepMisused
 from keepstep.trainer.frameworks_torch import DdpLayout, adopt_ddp_layout, ddp_layout
 from keepstep.trainer.plain_torch import decode_plain, encode_plain
+from keepstep.trainer.random_torch import put_random_states, random_states
 
 Read = Callable[[TensorEntry], Tensor]
 
@@ -101,7 +100,7 @@ class State:
             for name, module in self.modules.items()
             for key, parameter in module.named_parameters()
         ]
-        self._parameters = [Live(name, _local(parameter), "param") for name, parameter in self._bound]
+        self._parameters = [Live(name, pieces.local(parameter), "param") for name, parameter in self._bound]
         self._pointers = [live.tensor.data_ptr() for live in self._parameters]
         self._ddp = self.ddp()
         optimised = {id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
@@ -125,8 +124,8 @@ class State:
 
     def shards(self) -> list[Live]:
         """Parameters and optimizer tensors. The same list object as long as nothing was replaced."""
-        if self._pointers != [_raw(parameter).data_ptr() for _, parameter in self._bound]:
-            self._parameters = [Live(name, _local(parameter), "param") for name, parameter in self._bound]
+        if self._pointers != [pieces.raw(parameter).data_ptr() for _, parameter in self._bound]:
+            self._parameters = [Live(name, pieces.local(parameter), "param") for name, parameter in self._bound]
             self._pointers = [live.tensor.data_ptr() for live in self._parameters]
             self._shards = []
         for holder, key, tensor in self._shard_sources:
@@ -138,12 +137,16 @@ class State:
         sources: list[tuple[dict[Any, Any], Any, Any]] = []
         found = list(self._parameters)
         for name, optimizer in self.optimizers.items():
-            for path, parameter, values in _states(optimizer):
+            for path, parameter, values in pieces.states(optimizer):
                 for key, value in values.items():
                     sources.append((values, key, value))
                     if isinstance(value, Tensor):
                         found.append(
-                            Live(f"o/{name}/{path}/{key}", _local(value), _likeness(value, parameter, name, key))
+                            Live(
+                                f"o/{name}/{path}/{key}",
+                                pieces.local(value),
+                                pieces.likeness(value, parameter, name, key),
+                            )
                         )
         self._shards, self._shard_sources = found, sources
         return found
@@ -153,7 +156,7 @@ class State:
 
     def buffers(self) -> list[Live]:
         return [
-            Live(f"b/{name}/{key}", _local(buffer), "buffer")
+            Live(f"b/{name}/{key}", pieces.local(buffer), "buffer")
             for name, module in self.modules.items()
             for key, buffer in module.named_buffers()
         ]
@@ -161,8 +164,8 @@ class State:
     def plain(self, *, with_random: bool = True) -> bytes:
         """Everything that is not a tensor of its own, encoded. Raises ``StateNotPlain``."""
         whole = {
-            "groups": {name: [_hyper(group) for group in o.param_groups] for name, o in self.optimizers.items()},
-            "values": {name: _plain_values(optimizer) for name, optimizer in self.optimizers.items()},
+            "groups": {name: [pieces.hyper(group) for group in o.param_groups] for name, o in self.optimizers.items()},
+            "values": {name: pieces.plain_values(optimizer) for name, optimizer in self.optimizers.items()},
             "others": {name: item.state_dict() for name, item in self.others.items()},
             "random": random_states() if with_random else None,
             "buckets": self._bucket_order(),
@@ -193,7 +196,7 @@ class State:
                 per = 1 if "momentum" in optimizer.defaults else 2
                 if optimizer.defaults.get("momentum", 1) == 0:
                     per = 0
-                there += per * sum(_local(p).nbytes for g in optimizer.param_groups for p in g["params"])
+                there += per * sum(pieces.local(p).nbytes for g in optimizer.param_groups for p in g["params"])
         return there
 
     # ---------------------------------------------------------------- putting back
@@ -223,7 +226,7 @@ class State:
             target = made.get(entry.name)
             if target is None:
                 target = slots[entry.name]
-            _check(entry, target)
+            pieces.check(entry, target)
             targets.append(target)
             sources.append(read(entry))
         if targets:
@@ -239,7 +242,7 @@ class State:
                 wanted.setdefault(name, {}).setdefault(f"{group}/{index}", {})[key] = entry
         found: dict[str, Tensor] = {}
         for name, optimizer in self.optimizers.items():
-            paths = {f"{g}/{i}": p for g, i, p in _places(optimizer)}
+            paths = {f"{g}/{i}": p for g, i, p in pieces.places(optimizer)}
             tensors, plain = wanted.pop(name, {}), values.get(name, {})
             if unknown := (tensors.keys() | plain.keys()) - paths.keys():
                 raise StateMismatch(f"optimizer {name!r} has no parameter {sorted(unknown)[0]} that the snapshot knows")
@@ -254,9 +257,9 @@ class State:
                 for key, value in extra.items():
                     held[key] = value
                 for key, entry in keys.items():
-                    if not _fits(held.get(key), entry):
-                        held[key] = _make(entry, parameter)
-                    found[entry.name] = _local(held[key])
+                    if not pieces.fits(held.get(key), entry):
+                        held[key] = pieces.make(entry, parameter)
+                    found[entry.name] = pieces.local(held[key])
         if wanted:
             raise StateMismatch(f"the snapshot holds an optimizer {sorted(wanted)[0]!r} that is not registered here")
         return found
@@ -266,7 +269,7 @@ class State:
         for entry in entries:
             if entry.name not in held:
                 raise StateMismatch(f"the snapshot holds buffer {entry.name[2:]} that this model does not have")
-            _check(entry, held[entry.name])
+            pieces.check(entry, held[entry.name])
             held[entry.name].copy_(read(entry))
 
     def _put_plain(self, whole: dict[str, Any]) -> None:
@@ -290,95 +293,3 @@ class State:
                 self._buckets = None
         if whole["random"] is not None:
             put_random_states(whole["random"])
-
-
-# -------------------------------------------------------------------- random states
-
-
-def random_states() -> dict[str, Any]:
-    """Of Python, torch, the current CUDA device, and NumPy where somebody uses it."""
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and hasattr(numpy, "random"):
-        states["numpy"] = numpy.random.get_state()
-    return states
-
-
-def put_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    if "numpy" in states:
-        import numpy
-
-        numpy.random.set_state(states["numpy"])
-
-
-# -------------------------------------------------------------------- helpers
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return _raw(tensor).detach()
-
-
-def _places(optimizer: Optimizer) -> list[tuple[int, int, Tensor]]:
-    return [(g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])]
-
-
-def _states(optimizer: Optimizer) -> list[tuple[str, Tensor, dict[Any, Any]]]:
-    state = optimizer.state
-    return [(f"{g}/{i}", p, state[p]) for g, i, p in _places(optimizer) if p in state]
-
-
-def _plain_values(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    found = {}
-    for path, _, values in _states(optimizer):
-        plain = {str(key): value for key, value in values.items() if not isinstance(value, Tensor)}
-        if plain:
-            found[path] = plain
-    return found
-
-
-def _hyper(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _likeness(value: Tensor, parameter: Tensor, name: str, key: Any) -> str:
-    if not isinstance(value, DTensor):
-        return "plain"
-    if isinstance(parameter, DTensor) and value.shape == parameter.shape and value.placements == parameter.placements:
-        return "param"
-    raise StateNotPlain(
-        f"optimizer {name!r} keeps {key!r} as a distributed tensor of shape {tuple(value.shape)} that is laid out "
-        f"otherwise than its parameter; a newcomer could not make it"
-    )
-
-
-def _fits(value: Any, entry: TensorEntry) -> bool:
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) != (entry.like == "param"):
-        return False
-    local = _local(value)
-    return tuple(local.shape) == entry.shape and str(local.dtype) == f"torch.{entry.dtype}"
-
-
-def _make(entry: TensorEntry, parameter: Tensor) -> Tensor:
-    dtype: torch.dtype = getattr(torch, entry.dtype)
-    if entry.like == "param" or (tuple(parameter.shape) == entry.shape and entry.device == parameter.device.type):
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    device = parameter.device if entry.device == parameter.device.type else torch.device(entry.device)
-    return torch.empty(entry.shape, dtype=dtype, device=device)
-
-
-def _check(entry: TensorEntry, target: Tensor) -> None:
-    if tuple(target.shape) != entry.shape or str(target.dtype) != f"torch.{entry.dtype}":
-        raise StateMismatch(
-            f"{entry.name}: the snapshot holds {entry.dtype} {list(entry.shape)}, this process has "
-            f"{str(target.dtype).removeprefix('torch.')} {list(target.shape)}; do all ranks run the same code?"
-        )
