@@ -24,7 +24,6 @@ _DIRECT: Final = (
     "barrier",
     "broadcast",
     "gather",
-    "monitored_barrier",
     "recv",
     "recv_anysource",
     "reduce",

@@ -24,7 +24,7 @@ from keepstep.trainer.errand import Errand
 from keepstep.trainer.exceptions import GroupsAborted, GroupsUnsupported, RebuildTimeout
 from keepstep.trainer.gloo_torch import gloo_device
 from keepstep.trainer.meter import Meter
-from keepstep.trainer.seats_torch import DirectSeat, MakeNccl, Seat, SwapSeat, Wire, make_nccl
+from keepstep.trainer.seats_torch import DirectSeat, Nccl, Seat, SwapSeat, Wire
 from keepstep.trainer.sockets import Handle, connected, has_peer_port, open_sockets, shut_down
 from keepstep.trainer.swap_torch import BACKEND, SwapGroup
 
@@ -40,9 +40,9 @@ MAX_SCRAPPERS: Final = 16
 class Groups:
     """The process groups of this process; one object per process (``GROUPS``)."""
 
-    def __init__(self, *, make_nccl: MakeNccl = make_nccl) -> None:
+    def __init__(self, *, nccl: Nccl | None = None) -> None:
         self._meter = Meter()
-        self._make_nccl = make_nccl
+        self._nccl = nccl or Nccl()
         self._bell = threading.Condition()
         self._seats: dict[str, Seat] = {}
         self._device: Literal["cpu", "cuda"] = "cpu"
@@ -258,7 +258,7 @@ class Groups:
         name = str(options.group_id)
         seat: Seat
         if self._device == "cuda":
-            seat = DirectSeat(name, options.group_rank, ranks, meter=self._meter, make_nccl=self._make_nccl)
+            seat = DirectSeat(name, options.group_rank, ranks, meter=self._meter, nccl=self._nccl)
         else:
             world = len(ranks) == self._world_size
             seat = SwapSeat(name, options.group_rank, ranks, world=world, meter=self._meter)

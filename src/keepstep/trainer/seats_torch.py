@@ -97,32 +97,52 @@ class SwapSeat:
         return [] if self._swap.circuit is None else [self._swap.circuit]
 
 
-class MakeNccl(Protocol):
-    """Builds a NCCL backend; the seam through which tests put a double."""
+class Nccl:
+    """Makes and aborts NCCL backends; the seam through which tests put a double."""
 
-    def __call__(self, store: Store, rank: int, ranks: Sequence[int], *, name: str, timeout: timedelta) -> Any: ...
+    def make(self, store: Store, rank: int, ranks: Sequence[int], *, name: str, timeout: timedelta) -> Any:
+        from torch.distributed import ProcessGroupNCCL
+        from torch.distributed.distributed_c10d import GroupName
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        options.global_ranks_in_group = list(ranks)
+        options.group_name = GroupName(name)
+        backend = ProcessGroupNCCL(store, rank, len(ranks), options)
+        backend._set_sequence_number_for_group()
+        return backend
+
+    def abort(self, backend: Any) -> None:
+        backend.abort()
 
 
 class NcclCircuit(Circuit):
     """NCCL in use. Aborting may take as long as NCCL's own clean-up, so it has a thread of its own."""
+
+    def __init__(self, name: str, backend: Any, meter: Meter, nccl: Nccl) -> None:
+        super().__init__(name, backend, meter)
+        self._nccl = nccl
 
     def cut(self, why: str) -> None:
         backend = self.backend
         first = self.cut_because is None
         super().cut(why)
         if first and backend is not None:
-            threading.Thread(target=backend.abort, name=f"ks-abort-{self.name}", daemon=True).start()
+            abort = threading.Thread(
+                target=self._nccl.abort, args=(backend,), name=f"ks-abort-{self.name}", daemon=True
+            )
+            abort.start()
 
 
 class DirectSeat:
     """A group on CUDA: gloo for CPU tensors and NCCL for CUDA tensors inside torch's own ProcessGroup."""
 
-    def __init__(self, name: str, rank: int, ranks: Sequence[int], *, meter: Meter, make_nccl: MakeNccl) -> None:
+    def __init__(self, name: str, rank: int, ranks: Sequence[int], *, meter: Meter, nccl: Nccl) -> None:
         self.name = name
         self.ranks = tuple(ranks)
         self._rank = rank
         self._meter = meter
-        self._make_nccl = make_nccl
+        self._nccl = nccl
         self._circuits: list[Circuit] = []
         self._next_type = _FIRST_TYPE
         self.group = dist.ProcessGroup(PrefixStore(name, HashStore()), rank, len(ranks))
@@ -138,10 +158,10 @@ class DirectSeat:
             limit_s=wire.limit_s,
             timeout=wire.timeout,
         )
-        nccl = self._make_nccl(PrefixStore("cuda", store), self._rank, self.ranks, name=self.name, timeout=wire.timeout)
+        nccl = self._nccl.make(PrefixStore("cuda", store), self._rank, self.ranks, name=self.name, timeout=wire.timeout)
         return [
             Circuit(self.name, gloo.gloo, self._meter, connections),
-            NcclCircuit(self.name, nccl, self._meter),
+            NcclCircuit(self.name, nccl, self._meter, self._nccl),
         ]
 
     def stand_in(self) -> list[Circuit]:
@@ -169,17 +189,3 @@ class DirectSeat:
 
     def circuits(self) -> list[Circuit]:
         return list(self._circuits)
-
-
-def make_nccl(store: Store, rank: int, ranks: Sequence[int], *, name: str, timeout: timedelta) -> Any:
-    """The real ProcessGroupNCCL."""
-    from torch.distributed import ProcessGroupNCCL
-    from torch.distributed.distributed_c10d import GroupName
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    options.global_ranks_in_group = list(ranks)
-    options.group_name = GroupName(name)
-    backend = ProcessGroupNCCL(store, rank, len(ranks), options)
-    backend._set_sequence_number_for_group()
-    return backend

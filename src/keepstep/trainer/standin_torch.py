@@ -80,9 +80,6 @@ class StandIn:
     def barrier(self, opts: object = None) -> DoneWork:
         return DoneWork([])
 
-    def monitored_barrier(self, timeout: object = None, wait_all_ranks: bool = False) -> None:
-        return None
-
     # Operations that give others' tensors: this rank's own stands for all.
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: object = None) -> DoneWork:
@@ -103,7 +100,8 @@ class StandIn:
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: object = None) -> DoneWork:
         with torch.no_grad():
-            output.view(self._size, -1).copy_(own.reshape(1, -1))
+            # FSDP2 gives a view into the output as input.
+            output.view(self._size, -1).copy_(own.clone().view(1, -1))
         return DoneWork([output])
 
     def all_gather_single_coalesced(
@@ -130,7 +128,7 @@ class StandIn:
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: object = None) -> DoneWork:
         with torch.no_grad():
-            output.copy_(whole.reshape(self._size, -1)[self._rank].view_as(output))
+            output.copy_(whole.reshape(self._size, -1)[self._rank].clone().view_as(output))
         return DoneWork([output])
 
     def reduce_scatter_single_coalesced(

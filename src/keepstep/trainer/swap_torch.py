@@ -90,7 +90,7 @@ class SwapGroup(dist.ProcessGroup):
             if isinstance(error, RuntimeError):
                 self._meter.breaks(error)
             raise
-        return CircuitWork(circuit, work, sliced=sliced) if work is not None else None
+        return CircuitWork(circuit, work, sliced=sliced)
 
 
 def _operation(name: str, *, reduces: bool = False, sliced: bool = True) -> Callable[..., Any]:
@@ -124,7 +124,6 @@ _OPERATIONS: dict[str, tuple[str, bool, bool]] = {
     "all_to_all_single": ("alltoall_base", False, True),
     "alltoall_base": ("alltoall_base", False, True),
     "barrier": ("barrier", False, True),
-    "monitored_barrier": ("monitored_barrier", False, True),
     "send": ("send", False, False),
     "recv": ("recv", False, False),
     "recv_anysource": ("recv_anysource", False, False),
