@@ -339,6 +339,28 @@ def test_lease_renewed_while_waiting_takes_the_node_back() -> None:
     assert fleet.job.state == "RUNNING"
 
 
+@pytest.mark.parametrize("renewed_first", [True, False])
+def test_power_cycled_node_comes_back_empty(renewed_first: bool) -> None:
+    """The job waits for a node and the lost one itself returns, with none of its processes: they start anew there."""
+    fleet = running()
+    fleet.lose("n1")
+    fleet.broken(0)
+    fleet.pump()
+    fleet.later(20.0)
+    assert fleet.job.state == "WAITING"
+    if renewed_first:
+        fleet.tell(LeaseRenewed(job=JOB, at=fleet.now, node=N1))
+        assert fleet.job.state == "WAITING", "what it has is still to be heard"
+    fleet.connect("n1")
+    fleet.pump()
+    fleet.later(3.0)
+    (incident,) = fleet.job.incidents.values()
+    assert (incident.state, incident.replaced) == ("RESOLVED", (2, 3))
+    assert fleet.job.roster is not None
+    assert [(m.node, m.newcomer) for m in fleet.job.roster.members[2:]] == [("n1", True)] * 2
+    assert fleet.job.nodes[N1].health == "HEALTHY"
+
+
 def test_agent_returns_without_a_process() -> None:
     """Nobody reported its exit, and the agent does not have it: it is replaced once reports had time to follow."""
     fleet = running()

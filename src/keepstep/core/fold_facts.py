@@ -151,8 +151,11 @@ def _link(job: Job, name: NodeId, link: Link, at: Nanos) -> None:
     if node is None or node.link == link or (node.link == "left" and link != "up"):
         return
     if link in ("broken", "away") and node.link == "expired":
+        job.nodes[name] = replace(node, cut=True)
         return  # a later word about a connection that was already given up
-    job.nodes[name] = replace(node, link=link, since=at)
+    if link == "up" and node.cut:
+        return
+    job.nodes[name] = replace(node, link=link, since=at, cut=node.cut or link in ("broken", "away", "left"))
     if link in ("expired", "left"):
         job.stores.pop(name, None)
 

@@ -72,6 +72,8 @@ class Node(Struct, frozen=True, kw_only=True):
     link: Link = "up"
     since: Nanos = Nanos(0)
     """When ``link`` took its present value."""
+    cut: bool = False
+    """The connection broke since the agent last said what it has: only its next ``AgentJoined`` brings it back."""
     health: NodeState = "HEALTHY"
     faulty: bool = False
     """Quarantined for what its processes did, not for being out of reach: coming back proves nothing."""

@@ -8,6 +8,7 @@ from keepstep.core.locate.assess import assess, retry
 from keepstep.core.locate.faults import Fault
 from keepstep.core.recover.act import answer, order_join
 from keepstep.core.recover.end import end_by_request, repeat_stop, stop_code
+from keepstep.core.recover.rosters import cold_slot
 from keepstep.core.recover.start import try_start
 from keepstep.core.standby.pool import forget_node, order_standbys, sync_with_agent
 from keepstep.core.state import Node, seat_key
@@ -53,16 +54,20 @@ def _reconcile(draft: Draft, fact: AgentJoined) -> None:
 
 
 def missing_seats(draft: Draft, name: NodeId) -> list[Member]:
-    """Seats whose process the node's agent does not have, though it has carried out the Join and reported no exit."""
+    """Seats whose process the node's agent should have and does not, without any exit reported.
+
+    A process that the present epoch's Join is still to start is not missed.
+    """
     job = draft.job
     node = job.nodes.get(name)
-    if job.roster is None or node is None or name not in job.started or node.epoch != job.epoch:
+    if job.roster is None or node is None:
         return []
     have = {state.slot for state in node.slots}
     return [
         seat
         for seat in job.roster.seats_on(name)
         if seat.slot not in have
+        and (name in job.started or seat.slot != cold_slot(seat.rank, job.epoch))
         and (key := seat_key(seat.node, seat.slot)) not in job.exits
         and key not in job.condemned
     ]
@@ -72,6 +77,8 @@ def reconcile_time_is_over(draft: Draft, name: NodeId) -> None:
     """No report explains why these processes are not there: they are gone, and nobody saw how."""
     job = draft.job
     seats = missing_seats(draft, name)
+    if not seats:
+        retry(draft)
     if not seats or job.over or job.ahead() > job.epoch or job.nodes[name].link != "up":
         return
     ranks = tuple(seat.rank for seat in seats)
@@ -136,8 +143,9 @@ def _gone(draft: Draft, node: Node, why: str) -> None:
 
 def lease_renewed(draft: Draft, fact: LeaseRenewed) -> None:
     """Silence is over and the connection is the old one: its processes were never touched."""
-    if draft.job.over or fact.node not in draft.job.nodes:
-        return
+    node = draft.job.nodes.get(fact.node)
+    if draft.job.over or node is None or node.link != "up":
+        return  # over a new connection its agent says first what it has
     _back(draft, fact.node, "it speaks again")
     order_standbys(draft)
     retry(draft)

@@ -229,8 +229,10 @@ def _postponed(draft: Draft, name: str) -> bool:
 
 
 def retry(draft: Draft) -> None:
-    """Something that a waiting plan may need has come."""
+    """Something that a waiting plan may need has come; not while it is unclear which processes a node still has."""
     job = draft.job
+    if any(deadlines.reconcile_node(name) for name in job.deadlines):
+        return
     if job.state == "WAITING" and job.incident is not None and job.ahead() == job.epoch:
         act(draft)
 
