@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -284,3 +285,29 @@ def test_an_absurd_size_is_refused(tmp_path: Path) -> None:
     """An announced size outside all reason allocates nothing."""
     with pytest.raises(SlotInvalid, match="cannot be right"):
         Arrival(tmp_path, 0, Version(1, 1), 1 << 60)
+
+
+def test_remains_of_a_broken_transfer_do_not_mix_into_the_next(tmp_path: Path) -> None:
+    """A sender comes back while bytes of its first try are still in some buffer: only the second try counts."""
+    sent = Slot(tmp_path / "sent", create=True)
+    fill(sent, Version(5, 1), 5, 10_000)
+    size, body = sent.used, bytes(sent.memory[: sent.used])
+    half = size // 2
+    first = Arrival(tmp_path / "replica", 0, Version(5, 1), size)
+    first.add(body[:half], zlib.crc32(body[:half]))
+    second = Arrival(tmp_path / "replica", 0, Version(5, 1), size)
+    assert first.slot.path == second.slot.path
+    second.add(body, zlib.crc32(body))
+    late = bytes([9]) * (size - half)
+    with pytest.raises(SlotInvalid, match="newer transfer"):
+        first.add(late, zlib.crc32(late))
+    path = second.finish()
+    with pytest.raises(SlotInvalid, match=f"{half} of {size} bytes"):
+        first.finish()
+    first.close()
+    second.close()
+    arrived = Slot(path)
+    assert arrived.version == Version(5, 1)
+    assert bytes(arrived.memory[HEADER:size]) == body[HEADER:]
+    arrived.close()
+    sent.close()

@@ -83,6 +83,7 @@ class Arrival:
         self._header = b""
         try:
             self.slot.begin()
+            self._serial = self.slot.serial
             self.slot.grow(size)
         except BaseException:
             self.slot.close()
@@ -97,6 +98,7 @@ class Arrival:
         start, end = self.received, self.received + len(data)
         if end > self.size:
             raise SlotInvalid(f"{self.slot.path.name}: {end} bytes came where {self.size} were announced")
+        self._check_alone()
         if start < HEADER:
             take = min(HEADER - start, len(data))
             self._header += bytes(data[:take])
@@ -109,6 +111,7 @@ class Arrival:
         """All bytes are here and sound: from now on the version counts."""
         if self.received != self.size or not header_is_sound(self._header):
             raise SlotInvalid(f"{self.slot.path.name}: {self.received} of {self.size} bytes, or no sound header")
+        self._check_alone()
         self.slot.adopt(self._header)
         if self.slot.version != self.version or self.slot.used != self.size:
             self.slot.invalidate()
@@ -117,6 +120,11 @@ class Arrival:
 
     def close(self) -> None:
         self.slot.close()
+
+    def _check_alone(self) -> None:
+        """A sender that was cut off and came back writes here anew; the rest of its first try must not mix in."""
+        if self.slot.serial != self._serial:
+            raise SlotInvalid(f"{self.slot.path.name} step {self.version.step}: a newer transfer has begun")
 
 
 class PeerClient:
