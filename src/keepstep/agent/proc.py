@@ -77,8 +77,13 @@ def send_signal(pid: int, start: int, number: int) -> bool:
 def kill_group(leader: int) -> None:
     """SIGKILL a process group, the leader of which is one of ours (data loader workers included)."""
     if leader > 1:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(leader, signal.SIGKILL)
+        with contextlib.suppress(PermissionError):
+            try:
+                os.killpg(leader, signal.SIGKILL)
+            except ProcessLookupError:
+                # Just forked, it may not have made its group yet.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(leader, signal.SIGKILL)
 
 
 def split_status(status: int | None) -> tuple[int | None, int | None]:

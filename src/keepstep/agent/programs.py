@@ -43,9 +43,15 @@ class Programs:
         self._changed = asyncio.Event()
         self._refill: asyncio.Task[None] | None = None
         self._failures = 0
+        self._awaited: set[SlotId] = set()
+        """Starts for whose outcome somebody here waits."""
+        self.on_unstarted: Callable[[], None] = lambda: None
+        """A worker that was asked for will not come: the roster has to ask again."""
         self.on_fault: OnFault = lambda cause, /, *, trained: None
         self.on_helper_gone: Callable[[Slot], None] = lambda slot: None
         link.on_state = self._adopt_late
+        link.on_started = self._started
+        link.on_refused = self._refused
 
     # ------------------------------------------------------------ starting
 
@@ -153,13 +159,30 @@ class Programs:
         if slot.is_program:
             create_beat(self._node.dir, slot.id)
             self._console.follow(slot)
+        self._awaited.add(slot.id)
         try:
-            pid = await self._link.spawn(request)
+            await self._link.spawn(request)
         except SpawnRefused:
             self._node.table.remove(slot.id)
             self._console.finish(slot.id)
             raise
-        self._born(slot, pid)
+        finally:
+            self._awaited.discard(slot.id)
+
+    def _started(self, name: str, pid: int) -> None:
+        """The shim's word, whoever asked: an agent before us, or a join that has been superseded since."""
+        slot = self._node.table.get(SlotId(name))
+        if slot is None:
+            # Given up (too late to be of use): it must not live beside what has been started in its place.
+            self._link.end(name)
+        elif not slot.pid:
+            self._born(slot, pid)
+
+    def _refused(self, name: str, why: str) -> None:
+        slot = self._node.table.get(SlotId(name))
+        if slot is not None and not slot.pid and slot.id not in self._awaited:
+            self._node.say(f"{name} could not be started: {why}")
+            self._exited(slot, None)
 
     def _born(self, slot: Slot, pid: int) -> None:
         now = proc.stat(pid)
@@ -182,14 +205,21 @@ class Programs:
 
     def _adopt_late(self, pids: dict[str, int], queued: set[str]) -> None:
         """The shim's list names processes whose pid a former agent did not live to write down."""
+        unstarted = False
         for slot in self._node.table:
             if slot.pid:
                 continue
             if slot.id in pids:
                 self._born(slot, pids[slot.id])
             elif slot.id not in queued and slot.id not in self._link.asked:
-                # It was never started; forgetting it lets the roster ask for it again.
+                # It was never started; forgetting it lets whoever wants it ask for it again.
                 self._node.table.forget(slot.id)
+                if not slot.is_program:
+                    self.on_helper_gone(slot)
+                unstarted = unstarted or slot.is_program
+        if unstarted:
+            self.on_unstarted()
+            self.refill_soon()
 
     def promoted(self, slot: Slot, roster: Roster) -> None:
         """A standby has become a rank: its output goes on under the rank's name (an open file follows a rename)."""

@@ -51,6 +51,9 @@ class ShimLink:
         self.zygote_warm = False
         self.on_state: Callable[[dict[str, int], set[str]], None] = lambda pids, queued: None
         """Told at each (re)connect: running pids by name, and names still waiting."""
+        self.on_started: Callable[[str, int], None] = lambda name, pid: None
+        """Told of each start, also of one that a former agent asked for or that nobody waits for any more."""
+        self.on_refused: Callable[[str, str], None] = lambda name, why: None
 
     # ------------------------------------------------------------ public
 
@@ -97,6 +100,8 @@ class ShimLink:
         future = self._waiters.get(name)
         if future is None:
             future = asyncio.get_running_loop().create_future()
+            # Whoever waits may be cancelled; then nobody asks for the error, and that is no news for the terminal.
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._waiters[name] = future
             self._requests[name] = {"op": "spawn", **request}
             self._send(self._requests[name])
@@ -124,6 +129,10 @@ class ShimLink:
             self._heard.pop(pid, None)
         found = self._statuses.pop(pid, None)
         return found if found is not None else self._own_status(pid)
+
+    def end(self, name: str) -> None:
+        """SIGKILL a program that nothing here knows of."""
+        self._send({"op": "kill", "id": name, "signal": signal.SIGKILL})
 
     def settle(self, pid: int) -> None:
         """The exit is reported; the shim may forget it."""
@@ -194,6 +203,8 @@ class ShimLink:
             case "state":
                 self._hear_state(message)
             case "spawned":
+                # A status that is still kept under this number is that of a former process.
+                self._statuses.pop(message["pid"], None)
                 self._resolve(message["id"], message["pid"])
             case "refused":
                 self._refuse(message["id"], message["why"])
@@ -219,12 +230,14 @@ class ShimLink:
         self._told.set()
 
     def _resolve(self, name: str, pid: int) -> None:
+        self.on_started(name, pid)
         future = self._waiters.get(name)
         if future is not None and not future.done():
             future.set_result(pid)
         self._forget(name)
 
     def _refuse(self, name: str, why: str) -> None:
+        self.on_refused(name, why)
         future = self._waiters.get(name)
         if future is not None and not future.done():
             future.set_exception(SpawnRefused(why))

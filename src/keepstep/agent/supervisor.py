@@ -21,7 +21,7 @@ from keepstep.agent.workers import Workers
 from keepstep.model.actions import AnyAction, InjectFault, Join, KeepStandbys, KillProcess, StopJob
 from keepstep.model.facts import ActionDone, ActionFailed
 from keepstep.model.ids import show_epoch
-from keepstep.model.topology import Roster
+from keepstep.model.topology import Member, Roster
 
 RESTART_GRACE_S = 2.0
 """Before a whole-job restart: from SIGTERM to SIGKILL. Somebody has failed already; waiting helps nobody."""
@@ -44,6 +44,7 @@ class Supervisor:
         self.stopping = False
         self.on_join: Callable[[Roster], None] = lambda roster: None
         self.on_stop: Callable[[StopJob], Awaitable[None]]
+        programs.on_unstarted = self.resume
 
     # ------------------------------------------------------------ orders
 
@@ -94,8 +95,8 @@ class Supervisor:
         return refusal
 
     def resume(self) -> None:
-        """After a restart of the agent: go on with whatever the accepted roster still asks for."""
-        if self._node.roster is not None:
+        """Go on with whatever the accepted roster still asks for: after a restart of the agent, or of the shim."""
+        if self._node.roster is not None and not self.stopping:
             self._begin(self._node.roster, None)
 
     def kill(self, slot: Slot) -> None:
@@ -166,8 +167,7 @@ class Supervisor:
         self._node.table.save()
 
     async def _converge(self, roster: Roster) -> None:
-        seats = roster.seats_on(self._node.id)
-        seated = {s.slot for s in seats}
+        seated = {s.slot for s in roster.seats_on(self._node.id)}
         leftover = [s for s in self._node.table.workers() if s.id not in seated]
         if roster.mode == "restart":
             await self._end(leftover, RESTART_GRACE_S)
@@ -175,20 +175,28 @@ class Supervisor:
             for slot in leftover:
                 self.kill(slot)
         self._report_dead_seats(roster)
-        missing = [s for s in seats if s.slot not in self._node.table and not self._node.table.has_ended(s.slot)]
-        outcomes = await asyncio.gather(
-            *(self._programs.start_worker(roster, seat) for seat in missing), return_exceptions=True
-        )
-        refused = [
-            f"{seat.slot}: {o}" for seat, o in zip(missing, outcomes, strict=True) if isinstance(o, SpawnRefused)
-        ]
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, SpawnRefused):
-                raise outcome
+        refused: list[str] = []
+        while missing := self._missing(roster):
+            refused += await self._start_all(roster, missing)
         self._programs.refill_soon()
         for action in self._waiting:
             self._finish(action, "; ".join(refused))
         self._waiting = []
+
+    def _missing(self, roster: Roster) -> list[Member]:
+        """Seats whose process is neither here nor has ended."""
+        table = self._node.table
+        return [s for s in roster.seats_on(self._node.id) if s.slot not in table and not table.has_ended(s.slot)]
+
+    async def _start_all(self, roster: Roster, seats: list[Member]) -> list[str]:
+        """Start these at once; a sentence for each that cannot be."""
+        outcomes = await asyncio.gather(
+            *(self._programs.start_worker(roster, seat) for seat in seats), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, SpawnRefused):
+                raise outcome
+        return [f"{seat.slot}: {o}" for seat, o in zip(seats, outcomes, strict=True) if isinstance(o, SpawnRefused)]
 
     def _report_dead_seats(self, roster: Roster) -> None:
         """A seat was given to a process that had died before the roster came: it is vacant in this epoch, too."""
