@@ -29,7 +29,7 @@ new.write_text("\\n".join(f"{k}={v}" for k, v in sorted(os.environ.items())))
 print("hello from", os.environ["RANK"], sys.argv[1:], flush=True)
 stop = run / f"stop{rank}"
 new.rename(run / f"env{rank}.{attempt}")
-while not stop.exists():
+while not (stop.exists() and stop.read_text()):  # made first, filled after that
     time.sleep(0.005)
 text = stop.read_text()
 if text == "raise":
@@ -238,6 +238,26 @@ def test_shim_killed_workers_train_on(node_dir: Path, tmp_path: Path) -> None:
             (agent.run_dir / "stop0").unlink()
             controller.order(join(roster_of("n0", epoch=2, mode="restart", attempt=1)))
             await started(agent, 0, 1, attempt=1)
+
+    run(story)
+
+
+def test_end_in_good_order_is_no_fault_when_the_shim_is_slow(node_dir: Path, tmp_path: Path) -> None:
+    """The shim gets no CPU for a while: the exit code is waited for, as a rank gone without one counts as lost."""
+
+    async def story() -> None:
+        async with rig(node_dir, tmp_path) as (controller, agent):
+            await joined(controller)
+            controller.order(join(roster_of("n0")))
+            await started(agent, 0, 1)
+            await controller.wait(ActionDone)
+            pid, shim = agent.pid_of("r1e65536"), agent.shim_pid()
+            os.kill(shim, signal.SIGSTOP)
+            (agent.run_dir / "stop1").write_text("0")
+            await until(lambda: Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] == "Z")
+            await asyncio.sleep(0.2)  # far beyond what a rank in a collective is given
+            os.kill(shim, signal.SIGCONT)
+            assert (await controller.wait(WorkerExited)).code == 0
 
     run(story)
 

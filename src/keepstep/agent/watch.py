@@ -1,7 +1,8 @@
 """Exits, at once: one pidfd per process, in the agent's event loop.
 
 The pidfd fires in the same instant in which the shim gets SIGCHLD; the shim's word about the exit status is waited
-for, but only for ``STATUS_S``: that somebody is gone matters more than how.
+for. Where others wait in a collective only for ``STATUS_S``: that somebody is gone matters more than how. Where nobody
+does (no SDK, or the loop is complete) how matters more: an end in good order without its code would pass for a fault.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from keepstep.agent.shimlink import ShimLink
 from keepstep.agent.slots import Slot
 
 STATUS_S = 0.02
+PATIENT_STATUS_S = 1.0
 
 OnExit = Callable[[Slot, int | None], None]
 
@@ -58,6 +60,7 @@ class Watch:
         task.add_done_callback(self._tasks.discard)
 
     async def _finish(self, slot: Slot) -> None:
-        status = await self._link.status(slot.pid, STATUS_S)
+        hurry = slot.attached and not slot.done
+        status = await self._link.status(slot.pid, STATUS_S if hurry else PATIENT_STATUS_S)
         self._on_exit(slot, status)
         self._link.settle(slot.pid)
