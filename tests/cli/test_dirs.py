@@ -131,3 +131,19 @@ def test_memory_of_killed_launchers_is_given_back(tmp_path: Path) -> None:
     assert not (mine / "old").exists()
     dirs.remove_node_dir(mine, tmp_path)
     assert not (tmp_path / "job").exists()
+
+
+def test_memory_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """Under any umask nobody else can enter what a start makes, and what somebody else has made is refused."""
+    root = tmp_path / "root"
+    before = os.umask(0)
+    try:
+        os.close(dirs.make_node_dir(dirs.node_dir(root, "job", "mine")))
+    finally:
+        os.umask(before)
+    made = (root, root / "job", root / "job" / "mine")
+    assert [path.stat().st_mode & 0o777 for path in made] == [0o700] * 3
+    if os.getuid() == 0:  # only root can give a directory away
+        os.chown(root / "job", 12345, -1)
+        with pytest.raises(PreflightError, match="belongs to another user"):
+            dirs.make_node_dir(dirs.node_dir(root, "job", "mine"))

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -246,6 +248,18 @@ class TestWhileItRuns:
     @staticmethod
     def new_controller(machine: Machine) -> int:
         return int(json.loads((machine.state / "runs/job/controller.json").read_bytes())["pid"])
+
+    def test_strangers_on_this_machine_are_kept_out(self, machine: Machine) -> None:
+        """Every user can reach loopback; the job's own token, which nobody has to name, tells them apart."""
+        self.running(machine)
+        run_dir = machine.state / "runs/job"
+        assert (run_dir / "token").stat().st_mode & 0o777 == 0o600
+        port = json.loads((run_dir / "controller.json").read_bytes())["http_port"]
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/status", timeout=LIMIT_S)
+        assert machine.command("status", "job").returncode == 0
+        assert machine.command("stop", "job", "--yes").returncode == 0
+        machine.nobody_left()
 
     def test_sigterm_ends_the_job_in_good_order(self, machine: Machine) -> None:
         """A scheduler's SIGTERM: 143, exit.json, nobody left."""

@@ -218,7 +218,7 @@ def make_node_dir(path: Path) -> int:
     """
     for _ in range(5):  # a sibling that leaves may remove the job's directory between two of our steps
         with contextlib.suppress(FileNotFoundError):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_private(path)
             fd = lock(path / _OWNER)
             if fd is None:
                 raise PreflightError(
@@ -229,6 +229,22 @@ def make_node_dir(path: Path) -> int:
                     shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
             return fd
     raise PreflightError(f"runtime directory {path} cannot be made", help=f"set {env.RUNTIME_DIR}")
+
+
+def _make_private(path: Path) -> None:
+    """Make the directory and what is missing above it for us alone, whatever the umask.
+
+    Raises:
+        PreflightError: somebody else has made it before us: he could put sockets and memory of his own in there.
+    """
+    for one in reversed([one for one in (path, *path.parents) if not one.exists()]):
+        one.mkdir(mode=0o700, exist_ok=True)
+    for one in (path, path.parent):
+        if (owner := one.stat().st_uid) != os.getuid():
+            raise PreflightError(
+                f"runtime directory {one} belongs to another user (uid {owner})",
+                help=f"choose another --job NAME, or set {env.RUNTIME_DIR} to a directory of yours",
+            )
 
 
 def remove_node_dir(path: Path, root: Path) -> None:

@@ -36,6 +36,7 @@ class Home:
         """It is not started again: its budget is spent, or it cannot work."""
         self.controller_log = run_dir / "logs" / "controller.log"
         self.address: Address | None = None
+        self.token_file = ""
         self.agent_argv: list[str] = []
         self._locks: list[int] = []
 

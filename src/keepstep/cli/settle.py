@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from keepstep.agent.config import AgentConfig, Output
-from keepstep.cli import dirs, net
+from keepstep.cli import dirs, net, tokens
 from keepstep.cli.children import Child, Signals, python
 from keepstep.cli.errors import PreflightError
 from keepstep.cli.home import Home
@@ -30,6 +30,8 @@ from keepstep.model import exits
 from keepstep.model.ids import JobId
 from keepstep.model.topology import JobSpec
 
+TOKEN_FILE = "token"
+"""In the run directory, where the job has a token of its own."""
 CONTROLLER_START_S = 60.0
 """From the start of the controller's process to its ``controller.json``."""
 HOST_PATIENCE_S = 5.0
@@ -113,11 +115,12 @@ def _host(plan: Plan, checked: Checked, signals: Signals, state: Path) -> Home:
     home = Home(run_dir.name, run_dir, checked)
     home.created = True
     try:
+        home.token_file = _token_file(plan, run_dir)
         config = ControllerConfig(
             run_dir=os.fspath(run_dir),
             host=checked.address,
             agent_port=plan.endpoint.port if plan.endpoint else 0,
-            token_file=os.path.abspath(plan.token_file) if plan.token_file else "",
+            token_file=home.token_file,
             launcher_pid=os.getpid(),
         )
         path = run_dir / dirs.NODES / "controller.config.json"
@@ -129,6 +132,17 @@ def _host(plan: Plan, checked: Checked, signals: Signals, state: Path) -> Home:
         home.abandon()
         raise
     return home
+
+
+def _token_file(plan: Plan, run_dir: Path) -> str:
+    """The user's token; for a job of one launcher one of our own: any user of a machine can reach its loopback."""
+    if plan.token_file:
+        return os.path.abspath(plan.token_file)
+    if plan.endpoint is not None:
+        return ""
+    path = run_dir / TOKEN_FILE
+    tokens.new(path)
+    return os.fspath(path)
 
 
 def _await_address(home: Home, signals: Signals) -> Address:
@@ -185,6 +199,7 @@ def _join(plan: Plan, checked: Checked, signals: Signals, state: Path) -> Home:
         dirs.set_aside(run_dir)  # an earlier run of this name, on a disk that the host does not share
     dirs.furnish(run_dir)
     home = Home(name, run_dir, checked)
+    home.token_file = os.path.abspath(plan.token_file) if plan.token_file else ""
     home.address = Address(host=checked.address, agent_port=plan.endpoint.port, http_port=0, pid=0)
     return home
 
@@ -269,7 +284,7 @@ def _write_agent(home: Home, plan: Plan, checked: Checked) -> None:
         launcher_pid=os.getpid(),
         node_rank=plan.node_rank,
         wants_standby=plan.wants_standby,
-        token_file=os.path.abspath(plan.token_file) if plan.token_file else "",
+        token_file=home.token_file,
     )
     if plan.monitor_interval_s is not None:
         config = msgspec.structs.replace(config, monitor_interval_s=plan.monitor_interval_s)
