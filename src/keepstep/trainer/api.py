@@ -38,12 +38,12 @@ class Keepstep:
     """This process's place in the job. Made by ``keepstep.init``."""
 
     def __init__(self, who: Identity, session: Session | None) -> None:
-        import torch
+        from keepstep.trainer.join_torch import device_named
 
         self.rank: int = who.rank
         self.local_rank: int = who.local_rank
         self.world_size: int = who.world_size
-        self.device: torch.device = torch.device(who.device)
+        self.device: torch.device = device_named(who.device)
         self.level: int = 2 if session is not None else 0
         """2: a lost rank is replaced while this process lives on. 0: nobody watches, the loop only counts."""
         self._session = session

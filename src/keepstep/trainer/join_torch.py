@@ -82,6 +82,11 @@ def environment(roster: Roster, seat: Member) -> dict[str, str]:
     }
 
 
+def device_named(name: str) -> torch.device:
+    """The device that an ``Identity`` names."""
+    return torch.device(name)
+
+
 def pick_device(local_rank: int) -> torch.device:
     """The accelerator of this local rank, made current; CPU where there is none."""
     if not torch.cuda.is_available():
