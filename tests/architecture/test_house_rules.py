@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "keepstep"
 MODULES = sorted(SOURCE.rglob("*.py"))
 MAX_LINES = 400
+OUTGROWN = {"trainer/groups_torch.py": 450, "agent/shim.py": 410}
+"""Modules that are beyond it already: they may shrink, and may not grow."""
 
 
 def tracked() -> list[Path]:
@@ -66,7 +68,8 @@ def test_what_runs_on_every_rank_stays_light(package: str) -> None:
 
 def test_no_module_outgrows_its_room() -> None:
     """A module has one idea. One that needs more than 400 lines has two."""
-    long = {str(p.relative_to(ROOT)): n for p in MODULES if (n := len(p.read_text().splitlines())) > MAX_LINES}
+    sizes = {p.relative_to(SOURCE).as_posix(): len(p.read_text().splitlines()) for p in MODULES}
+    long = {name: n for name, n in sizes.items() if n > OUTGROWN.get(name, MAX_LINES)}
     assert not long, f"split these: {long}"
 
 

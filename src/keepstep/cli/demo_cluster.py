@@ -328,7 +328,8 @@ class Cluster:
         """Let a rank sleep inside its next step; the job must have been started with ``--allow-inject``."""
         address = json.loads((self.run_dir / "controller.json").read_bytes())
         body = {"fault": "slow", "rank": rank, "seconds": seconds, "by": "rehearsal"}
-        Api(address["host"], int(address["http_port"])).post("jobs", self.job, "inject", body=body)
+        api = Api(address["host"], int(address["http_port"]), token_file=address.get("token_file") or "")
+        api.post("jobs", self.job, "inject", body=body)
         return f"rank {rank} sleeps for {seconds:g} s"
 
     def kill_store(self) -> str:
