@@ -89,6 +89,12 @@ class Control:
             self._said.clear()
             return seat, aborts()
 
+    def complete(self) -> bool:
+        """The loop is complete: no epoch is entered any more. False when one has been announced before that."""
+        with self._lock:
+            self.done = self.pending is None
+            return self.done
+
     def wait(self, limit_s: float | None) -> bool:
         """Wait until a newer seat is there; false after ``limit_s``, or when no agent can be expected any more."""
         deadline = None if limit_s is None else time.monotonic() + limit_s

@@ -126,7 +126,8 @@ class Loop:
                 raise
             return False
         session = self._s
-        session.control.done = True
+        if not session.control.complete():
+            return False
         session.losses.flush()
         session.beat.phase(Phase.DONE)
         session.control.send(WorkerDone(epoch=session.roster.epoch, step=self.done))
