@@ -31,6 +31,7 @@ from keepstep.agent.programs import Programs
 from keepstep.agent.pulse import Pulse
 from keepstep.agent.shimlink import ShimLink
 from keepstep.agent.supervisor import Supervisor
+from keepstep.agent.teller import Teller
 from keepstep.agent.uplink import Uplink
 from keepstep.agent.workers import Workers
 from keepstep.model.actions import StopJob
@@ -50,6 +51,7 @@ class Agent:
         node.dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.restarted = node.load()
         node.outbox.open()
+        self.teller = Teller()
         self.console = Console(config.node, config.output, node.dir)
         self.link = ShimLink(node)
         self.programs = Programs(node, self.link, self.console)
@@ -85,6 +87,8 @@ class Agent:
             self.uplink.peer_port = self.deputy.server.port
             self._watch_signals()
             self._watch_launcher()
+            self.teller.start()
+            self.node.tell = self.teller.say
             self.console.start()
             self.programs.adopt()
             parts = [self._part(work) for work in (self.link.run(), self._report(), self.pulse.run(), self._lonely())]
@@ -208,6 +212,7 @@ class Agent:
         self.node.outbox.close()
         departure.write_exit(self.node, end, self.node.table.first_fault)
         departure.remove_node_dir(self.node)
+        self.teller.close(CONSOLE_S)
 
 
 def load_config(path: Path) -> AgentConfig:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
 
+from keepstep.agent import teller
 from keepstep.agent.config import AgentConfig
 from keepstep.agent.exceptions import BadConfig
 from keepstep.agent.files import read_int, write_atomic
@@ -46,6 +47,8 @@ class Node:
         self.hang = HangDetect.parse(config.spec.hang_detect)
         self.table = Table(self.dir)
         self.outbox = Outbox(self.run_dir / "outbox" / config.node, say=self.say)
+        self.tell: Callable[[str], None] = teller.show
+        """How lines reach the terminal; the agent's loop must not wait for that."""
         self.roster: Roster | None = None
         self.token = _read_token(config.token_file)
         self.level2 = False
@@ -129,8 +132,7 @@ class Node:
 
     def say(self, text: str) -> None:
         """One line for the person at the terminal; never an error if nobody reads."""
-        with contextlib.suppress(OSError, ValueError):
-            print(f"keepstep[{self.id}]: {text}", file=sys.stderr, flush=True)
+        self.tell(f"keepstep[{self.id}]: {text}")
 
 
 def _read_token(path: str) -> str:
