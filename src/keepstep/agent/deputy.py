@@ -45,6 +45,8 @@ class Deputy:
         self._lock = asyncio.Lock()
         self._signatures: set[str] = set()
         self._count = 0
+        self._absence = 0.0
+        """Since when the controller has been away: names the absence that ``_count`` belongs to."""
         self.server = peers.PeerServer(node, self.answer)
 
     # ------------------------------------------------------------ our own faults
@@ -156,8 +158,8 @@ class Deputy:
             return f"node {self._node.id} has no roster"
         if self._uplink.up and not self._node.outbox.pending():
             return "the controller answers here; it decides"
-        if self._uplink.up:
-            self._count = min(self._count, LOCAL_LIMIT - 1)
+        if self._uplink.since != self._absence:
+            self._absence, self._count = self._uplink.since, 0
         if self._count >= LOCAL_LIMIT:
             return f"{LOCAL_LIMIT} recoveries without a controller are enough; waiting for it"
         error = fault.cause.error if isinstance(fault.cause, WorkerExited) else None
