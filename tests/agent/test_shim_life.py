@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 from shim_client import ShimClient
+
+from keepstep.agent.shim import Shim
 
 
 def gone(pid: int, within_s: float = 10.0) -> bool:
@@ -95,3 +99,33 @@ def test_shim_without_agent_ends_everything(node_dir: Path, tmp_path: Path) -> N
     assert gone(pid)
     assert shim.process.wait(10) == 0
     assert not node_dir.exists()
+
+
+LEAVING = """
+import select, os, subprocess, sys
+from pathlib import Path
+from keepstep.agent.shim import Shim
+shim = Shim(Path(sys.argv[1]), warm="none", orphan_grace_s=1)
+shim._zygote_pid = subprocess.Popen(["sleep", "100"]).pid
+lost = os.pidfd_open(subprocess.Popen(["sleep", "100"], start_new_session=True).pid)
+shim._in_zygote["a"] = {"id": "a"}
+shim._end_all()
+print(bool(select.select([lost], [], [], 10)[0]))
+"""
+
+
+def test_program_that_was_forked_but_not_announced_does_not_outlive_the_shim(node_dir: Path) -> None:
+    """The fork server is killed between its fork and its word: the child without a name goes as well."""
+    done = subprocess.run([sys.executable, "-c", LEAVING, str(node_dir)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_ends_of_users_orphans_are_not_taken_for_those_of_later_programs(node_dir: Path) -> None:
+    """Numbers of processes come again: a status without a program is kept only while programs are being born."""
+    shim = Shim(node_dir, warm="none", orphan_grace_s=1)
+    shim._in_zygote.update(a={"id": "a"}, b={"id": "b"})
+    shim._strays[4711] = 0
+    shim._from_zygote({"ev": "refused", "id": "a", "why": "memory"})
+    assert shim._strays == {4711: 0}, "b may be 4711"
+    shim._from_zygote({"ev": "spawned", "id": "b", "pid": 4712})
+    assert shim._strays == {}

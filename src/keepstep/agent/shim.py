@@ -290,15 +290,23 @@ class Shim:
             case "spawned":
                 self._in_zygote.pop(message["id"], None)
                 self._born(message["id"], message["pid"])
+                self._forget_strays()
             case "refused":
                 self._in_zygote.pop(message["id"], None)
                 self._say(self._agent, message)
+                self._forget_strays()
+
+    def _forget_strays(self) -> None:
+        """Nobody is being born: what was kept is of users' own orphans, and its numbers will be given to others."""
+        if not self._in_zygote:
+            self._strays.clear()
 
     def _zygote_gone(self) -> None:
         """Start another; what it was asked for but had not answered is asked again, after killing what it left."""
         self._warm = False
         unclear = list(self._in_zygote.values())
         self._in_zygote.clear()
+        self._strays.clear()
         if unclear:
             self._kill_unknown_children()
         if self._leaving:
@@ -357,8 +365,12 @@ class Shim:
             proc.kill_group(pid)
         if self._zygote is not None:
             self._zygote.sock.close()
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(self._zygote_pid, signal.SIGKILL)
+            os.waitpid(self._zygote_pid, 0)
+        if self._in_zygote:
+            # One of them may have been forked and not yet announced: nobody would know of it.
+            self._kill_unknown_children()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
