@@ -152,7 +152,8 @@ def _outcome(
         title=fault.title,
         did=did,
         ok=all(i.state == "RESOLVED" for i in incidents) and lost == 0 and kept == could_keep,
-        detected_ms=max(0.0, (first.opened - struck_ns) / 1e6),
+        # A deputy's incident is opened when the controller is back; only the deputy's own words time it.
+        detected_ms=main.detect_ms if first.deputy else max(0.0, (first.opened - struck_ns) / 1e6),
         located_ms=main.locate_ms,
         decided_ms=main.decide_ms,
         recovered_ms=main.recover_ms,

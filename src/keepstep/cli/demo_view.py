@@ -101,7 +101,7 @@ class View:
 
 def table(outcomes: list[Outcome]) -> Table:
     """One row per fault."""
-    out = Table(box=None, padding=(0, 2), show_edge=False, header_style="bold")
+    out = Table(box=None, padding=(0, 1), show_edge=False, header_style="bold")
     out.add_column("fault", no_wrap=True)
     for heading in ("detected", "located", "decided", "recovered", "total ms", "kept", "steps lost"):
         out.add_column(heading, justify="right", no_wrap=True)
