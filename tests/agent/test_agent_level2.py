@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -25,6 +26,7 @@ from keepstep.model.actions import InjectFault, KeepStandbys
 from keepstep.model.facts import (
     ActionDone,
     ActionFailed,
+    AgentJoined,
     CollectiveBroken,
     RankResumed,
     RankStalled,
@@ -386,6 +388,34 @@ def test_helpers_of_a_dead_shim_leave_with_the_node(node_dir: Path, tmp_path: Pa
             await until(lambda: not Path(f"/proc/{helper}").exists(), within_s=2)
 
     run(story)
+
+
+@pytest.mark.acceptance
+def test_keeper_that_comes_back_at_another_port_is_announced(node_dir: Path, tmp_path: Path) -> None:
+    """Somebody has taken the dead keeper's port: other nodes learn the new one, or they would never find a replica."""
+
+    async def story() -> None:
+        async with rig(node_dir, tmp_path, services=("keeper",)) as (controller, [agent]):
+            old = (await controller.wait(AgentJoined, lambda f: f.keeper_port > 0)).keeper_port
+            os.kill(agent.pid_of("keeper0"), signal.SIGKILL)
+            with await taken(old):
+                new = await controller.wait(AgentJoined, lambda f: f.keeper_port not in (0, old))
+                assert int((agent.node_dir / "keeper.port").read_text()) == new.keeper_port
+
+    run(story)
+
+
+async def taken(port: int) -> socket.socket:
+    """Listen there as soon as nobody else does."""
+    found: list[socket.socket] = []
+
+    def bound() -> bool:
+        with contextlib.suppress(OSError):
+            found.append(socket.create_server(("127.0.0.1", port)))
+        return bool(found)
+
+    await until(bound)
+    return found[0]
 
 
 @pytest.mark.acceptance

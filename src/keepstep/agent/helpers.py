@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 
 from keepstep.agent.exceptions import SpawnRefused
-from keepstep.agent.node import Node
+from keepstep.agent.node import KEEPER_PORT_FILE, Node
 from keepstep.agent.programs import Programs
 from keepstep.agent.slots import Role, Slot
 from keepstep.model.facts import StoreLost, StoreReady
@@ -48,14 +48,25 @@ class Helpers:
         if not any(s.role == "store" for s in self._node.table) and self._node.table.stores:
             self._store_lost("the store process is gone")
 
-    async def keeper_ready(self) -> None:
-        """Wait for the keeper's port, bounded: without it this node only cannot hold replicas for others."""
+    async def keeper_ready(self, before: int = 0) -> None:
+        """Wait for the keeper's port, bounded: without it this node only cannot hold replicas for others.
+
+        Args:
+            before: ``port_written`` of a keeper that is gone; its successor writes the file anew.
+        """
         if "keeper" not in self._node.config.services:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KEEPER_START_S):
-                while not self._node.keeper_port:
+                while not self._node.keeper_port or self._port_written() == before:
                     await asyncio.sleep(CONNECT_RETRY_S)
+
+    def _port_written(self) -> int:
+        """Names the file that a keeper has left; 0 while there is none."""
+        try:
+            return (self._node.dir / KEEPER_PORT_FILE).stat().st_ino
+        except OSError:
+            return 0
 
     @property
     def unused_store(self) -> int:
@@ -99,8 +110,9 @@ class Helpers:
                 self._attach_store()
             else:
                 place += ["--token-file", config.token_file]
+                before = self._port_written()
                 await self._programs.start_helper(role, "keepstep.agent.keeper", place, fork=False)
-                await self.keeper_ready()
+                await self.keeper_ready(before)
                 self.on_keeper_port()
         except SpawnRefused as error:
             self._node.say(f"the {role} could not be started: {error}")
