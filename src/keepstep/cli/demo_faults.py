@@ -163,6 +163,6 @@ def _outcome(
         could_keep=could_keep,
         steps_lost=lost,
         said=first.plan or first.suspect or first.title,
-        decided_by="deputy agent" if first.deputy else "controller",
+        decided_by="deputy" if first.deputy else "controller",
         incident=first.id,
     )
