@@ -94,11 +94,17 @@ class Restorer:
         )
 
     def _peers(self, roster: Roster, rank: int) -> dict[Version, PeerClient]:
-        """Versions of this rank at other nodes' keepers. A keeper that does not answer holds nothing."""
+        """Versions of this rank at other nodes' keepers. A keeper that does not answer holds nothing.
+
+        The many that only may hold one are asked only when nothing has been found yet, there or on this node: asking
+        each of a thousand nodes takes longer than everything else.
+        """
         seat = roster.seat_of(rank)
         assert seat is not None
         found: dict[Version, PeerClient] = {}
         for place in _likely_holders(roster, seat):
+            if place.node not in _named_holders(roster, seat) and (found or self._snapshots.full()):
+                break
             client = PeerClient(
                 host=place.host,
                 port=place.keeper_port,
@@ -195,9 +201,16 @@ def _everybody(good: bool) -> bool:
 
 
 def _likely_holders(roster: Roster, seat: Member) -> list[Place]:
-    """The keeper named by the roster first; any other node may hold a copy from an earlier placement."""
+    """Keepers named by the roster first; any other node may hold a copy from an earlier placement."""
     others = [place for place in roster.places if place.node != seat.node and place.keeper_port]
-    return sorted(others, key=lambda place: place.node != seat.replica_node)
+    named = _named_holders(roster, seat)
+    return sorted(others, key=lambda place: (place.node != seat.replica_node, place.node not in named))
+
+
+def _named_holders(roster: Roster, seat: Member) -> set[str | None]:
+    """The node that the roster names for this seat, and the buddy of the seat's own node."""
+    home = roster.place(seat.node)
+    return {seat.replica_node, home.buddy if home else None}
 
 
 def _device(state: State) -> torch.device:
