@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from keepstep.core.controller import Controller
-
 from keepstep.cli.demo_cluster import Cluster
 from keepstep.cli.demo_watch import differences
+from keepstep.core.controller import Controller
 from keepstep.model.settings import Policy
 from keepstep.store.sqlite import open_log
 
