@@ -107,6 +107,18 @@ def test_group_ranks_follow_the_lowest_rank(tmp_path: Path) -> None:
     assert env["PATH"] == "p"
 
 
+def test_standby_that_takes_a_seat_sees_what_a_process_started_for_it_would(tmp_path: Path) -> None:
+    """The same variables with the same values, whatever the order of members and places in the roster."""
+    from keepstep.trainer.join_torch import environment
+
+    roster = roster_of("a", "b", per_node=2)
+    roster = msgspec.structs.replace(roster, members=roster.members[::-1], places=roster.places[::-1])
+    for seat in roster.members:
+        cold = environ.worker_env(config(tmp_path), {}, roster, seat, "")
+        warm = environment(roster, seat)
+        assert warm == {name: cold[name] for name in warm}
+
+
 def test_standby_inherits_no_rank(tmp_path: Path) -> None:
     """A launcher under Slurm or torchrun may have one; a standby must not take it for its own."""
     env = environ.standby_env(config(tmp_path), {"RANK": "9", "LOCAL_RANK": "1", "MASTER_PORT": "1"}, SlotId("s0"))

@@ -102,7 +102,7 @@ class Deputy:
             cause=cause,
             offer=offer,
         )
-        for node in deputyplan.deputies(roster):
+        for node in roster.node_order:
             if node == self._node.id:
                 return await self.lead(fault)
             place = roster.place(node)

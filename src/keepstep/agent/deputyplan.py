@@ -9,11 +9,6 @@ from keepstep.model.topology import Member, Roster
 from keepstep.model.wire import PeerFault
 
 
-def deputies(roster: Roster) -> tuple[NodeId, ...]:
-    """Nodes in the order in which they are asked: by their lowest rank."""
-    return tuple(dict.fromkeys(m.node for m in sorted(roster.members, key=lambda m: m.rank)))
-
-
 def plan(
     roster: Roster, fault: PeerFault, *, deputy: NodeId, store_host: str, store_port: int, resumed: bool
 ) -> Roster | str:

@@ -20,7 +20,7 @@ def worker_env(
     config: AgentConfig, base: Mapping[str, str], roster: Roster, seat: Member, error_file: str
 ) -> dict[str, str]:
     """For a process that is started for a seat."""
-    nodes = node_order(roster)
+    nodes = roster.node_order
     return {
         **_common(config, base, seat.slot, error_file),
         names.ROLE: "worker",
@@ -49,11 +49,6 @@ def standby_env(config: AgentConfig, base: Mapping[str, str], slot: SlotId) -> d
 def service_env(config: AgentConfig, base: Mapping[str, str]) -> dict[str, str]:
     """For our own helpers: no slot, so that nothing in them takes itself for a trainer."""
     return {**base, "OMP_NUM_THREADS": "1", names.JOB: config.spec.job, names.NODE: config.node}
-
-
-def node_order(roster: Roster) -> list[str]:
-    """Nodes with seats by their lowest rank: torchrun's group ranks."""
-    return list(dict.fromkeys(m.node for m in sorted(roster.members, key=lambda m: m.rank)))
 
 
 def program_args(args: tuple[str, ...], local_rank: int | None) -> list[str]:

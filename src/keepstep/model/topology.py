@@ -84,6 +84,11 @@ class Roster(Struct, frozen=True, kw_only=True):
     def seats_on(self, node: NodeId) -> tuple[Member, ...]:
         return tuple(m for m in self.members if m.node == node)
 
+    @property
+    def node_order(self) -> tuple[NodeId, ...]:
+        """Nodes with seats by their lowest rank: torchrun's group ranks, and the order in which deputies are asked."""
+        return tuple(dict.fromkeys(m.node for m in sorted(self.members, key=lambda m: m.rank)))
+
     def place(self, node: NodeId) -> Place | None:
         return next((p for p in self.places if p.node == node), None)
 

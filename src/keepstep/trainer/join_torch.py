@@ -65,14 +65,14 @@ def join_plain(timeout: timedelta | None) -> Identity:
 
 def environment(roster: Roster, seat: Member) -> dict[str, str]:
     """What torchrun would have set for this seat; a parked process learns it only now."""
-    nodes = [place.node for place in roster.places]
+    nodes = roster.node_order
     neighbours = roster.seats_on(seat.node)
     return {
         "RANK": str(seat.rank),
         "LOCAL_RANK": str(seat.local_rank),
         "WORLD_SIZE": str(roster.world_size),
         "LOCAL_WORLD_SIZE": str(len(neighbours)),
-        "GROUP_RANK": str(nodes.index(seat.node) if seat.node in nodes else 0),
+        "GROUP_RANK": str(nodes.index(seat.node)),
         "GROUP_WORLD_SIZE": str(len(nodes)),
         "ROLE_RANK": str(seat.rank),
         "ROLE_WORLD_SIZE": str(roster.world_size),
