@@ -54,8 +54,9 @@ class Client:
         self._ready: list[Frame] = []
 
     @classmethod
-    async def connect(cls, port: int) -> Client:
-        return cls(*await asyncio.open_connection("127.0.0.1", port))
+    async def connect(cls, port: int, *, address: str = "127.0.0.1") -> Client:
+        """``address``: where the connection comes from."""
+        return cls(*await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0)))
 
     @classmethod
     async def welcomed(cls, port: int, **changes: object) -> tuple[Client, Welcome]:

@@ -278,6 +278,29 @@ def test_what_is_too_long_for_a_frame_ends_the_connection_not_the_controller(mon
     run(test)
 
 
+def test_two_machines_under_one_name_are_told_apart() -> None:
+    """The second one is refused while the first is alive, and is its successor once that is silent."""
+
+    async def test(rig: Rig) -> None:
+        first, _ = await Client.welcomed(rig.port, boot="b1")
+        first.report(joined())
+        await first.acked(1)
+        rig.warp_s = -60.0  # however slow this machine is, the first has been heard just now
+        twin = await Client.connect(rig.port, address="127.0.0.2")
+        twin.hello(boot="b2")
+        refused = await twin.take(Refused)
+        assert "--node-name" in refused.why
+        first.report(ready(2))
+        await first.acked(2)
+        rig.warp_s = 5.0
+        successor = await Client.connect(rig.port, address="127.0.0.2")
+        successor.hello(boot="b3")
+        await successor.take(Welcome)
+        await first.closed()
+
+    run(test)
+
+
 def test_a_newer_connection_replaces_the_older() -> None:
     """A restarted agent takes over at once; the old line is cut and not reported as a loss."""
 

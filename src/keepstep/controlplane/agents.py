@@ -31,6 +31,8 @@ from keepstep.ports import Clock, Entry
 MAX_CONNECTIONS = 16_384
 OVERSLEPT_S = 0.1
 """A look at the leases that comes later than this after its time shows that this process itself was held up."""
+TWIN_HEARTBEATS = 2
+"""An agent heard within so many heartbeats lives: another one under its name, elsewhere, is not its successor."""
 GRACE_HEARTBEATS = 3
 """How many heartbeats' time a silent node gets then, once."""
 
@@ -98,7 +100,9 @@ class AgentDesk:
         return True
 
     def hello(self, connection: AgentConnection, hello: AgentHello) -> None:
-        why = self._objection(hello)
+        key = NodeKey(hello.job, hello.node)
+        older = self._by_node.get(key)
+        why = self._objection(hello) or self._twin(connection, hello, older)
         if why is not None:
             connection.refuse(why[0], code=why[1])
             return
@@ -108,8 +112,6 @@ class AgentDesk:
                 connection.drop("no room for another job at the moment")
                 return
             self._announced[hello.job] = hello.spec
-        key = NodeKey(hello.job, hello.node)
-        older = self._by_node.get(key)
         self._by_node[key] = connection
         connection.accept(key, hello.boot)
         if older is not None:
@@ -280,6 +282,21 @@ class AgentDesk:
             state, code = ended
             return f"job {hello.job} is over ({state}); start a new one for more training", code
         return None
+
+    def _twin(
+        self, connection: AgentConnection, hello: AgentHello, older: AgentConnection | None
+    ) -> tuple[str, int] | None:
+        """Two machines under one name would take turns in replacing each other, and start each rank twice."""
+        if older is None or older.boot == hello.boot or older.address == connection.address:
+            return None  # a reconnect, or an agent that was started again
+        silent_s = self._leases.silent_s(NodeKey(hello.job, hello.node), self._monotonic())
+        if silent_s is None or silent_s > TWIN_HEARTBEATS * self._heartbeat_s:
+            return None
+        return (
+            f"node name {hello.node} is taken by the agent at {older.peer}, which is alive: "
+            "give each node a name of its own (--node-name)",
+            exits.BAD_CONFIG,
+        )
 
 
 def difference(known: JobSpec, offered: JobSpec) -> str:

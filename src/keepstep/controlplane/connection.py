@@ -59,6 +59,8 @@ class AgentConnection(asyncio.Protocol):
         self.key: NodeKey | None = None
         self.boot = ""
         self.peer = ""
+        self.address = ""
+        """The peer without its port."""
         self.paused = False
         self._desk = desk
         self._transport: asyncio.Transport | None = None
@@ -73,7 +75,9 @@ class AgentConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self.peer = _show_peer(transport.get_extra_info("peername"))
+        name = transport.get_extra_info("peername")
+        self.peer = _show_peer(name)
+        self.address = str(name[0]) if isinstance(name, tuple) and name else ""
         if not self._desk.opened(self):
             self._transport.abort()
             return

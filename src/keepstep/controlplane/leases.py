@@ -105,6 +105,11 @@ class LeaseTable:
             if lease.contact is not Contact.EXPIRED and not lease.extra and now - lease.heard >= self._lease_s:
                 lease.extra = now - lease.heard - self._lease_s + grace_s
 
+    def silent_s(self, key: NodeKey, now: float) -> float | None:
+        """Seconds since the last sign of life; ``None`` for a node that nobody has heard."""
+        lease = self._leases.get(key)
+        return now - lease.heard if lease else None
+
     def contact(self, key: NodeKey) -> Contact | None:
         lease = self._leases.get(key)
         return lease.contact if lease else None
