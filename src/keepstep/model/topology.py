@@ -19,7 +19,24 @@ JoinMode = Literal["fresh", "in_process", "restart"]
 
 
 class JobSpec(Struct, frozen=True, kw_only=True):
-    """What the user asked for with ``keepstep run``; identical on every node of the job."""
+    """What the user asked for with ``keepstep run``; identical on every node of the job.
+
+    Attributes:
+        job: its name; directories, incidents and orders are named after it.
+        min_nodes, max_nodes: ``--nnodes``; the job starts with the most that come in time.
+        nproc_per_node: ranks on each node.
+        standby_nodes: nodes that wait for another one to be lost.
+        standbys: warm processes kept on each of the job's nodes.
+        max_restarts: whole-job restarts before the job is given up.
+        user_retries: how often the script's own error is tried again in process.
+        hang_detect: ``auto`` (from the job's own step times), ``off``, or a fixed limit such as ``30s``.
+        allow_inject: whether people may break it on purpose.
+        snapshot_every: steps between snapshots into memory; 0 is off.
+        join_timeout_s: how long the job waits for its least number of nodes.
+        last_call_s: how long it waits for more than that.
+        role: torchrun's ``ROLE_NAME``.
+        command: program and arguments, so that nodes with another program are refused.
+    """
 
     job: JobId
     min_nodes: int
