@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import hmac
-import os
 import signal
 import socket
 import struct
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from keepstep.agent.files import read_int, write_atomic
 from keepstep.checkpoint import pair
 from keepstep.checkpoint.exceptions import CheckpointError, PeerRefused, SlotInvalid
 from keepstep.checkpoint.peers import CHUNK, CHUNK_HEAD, Answer, Arrival, Get, KeeperRequest, Put, chunk_head
@@ -61,7 +61,7 @@ class Keeper:
         """Serve until cancelled."""
         server = await self._listen()
         port = server.sockets[0].getsockname()[1]
-        _write_atomically(self._dir / PORT_FILE, str(port).encode())
+        write_atomic(self._dir / PORT_FILE, str(port).encode())
         bell = self._bell()
         self._read_roster()
         try:
@@ -76,7 +76,7 @@ class Keeper:
 
     async def _listen(self) -> asyncio.Server:
         """The port of a predecessor again where possible: the roster names it."""
-        before = _read_port(self._dir / PORT_FILE)
+        before = read_int(self._dir / PORT_FILE) or 0
         for _ in range(PORT_TRIES if before else 0):
             with contextlib.suppress(OSError):
                 return await asyncio.start_server(self._serve, self._host, before)
@@ -346,19 +346,6 @@ async def _close(writer: asyncio.StreamWriter) -> None:
 
 def _buddy_of(roster: Roster, node: str) -> str | None:
     return next((place.buddy for place in roster.places if place.node == node), None)
-
-
-def _read_port(path: Path) -> int:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return 0
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
 
 
 def main(argv: list[str] | None = None) -> None:
