@@ -39,6 +39,7 @@ class Child:
     def __init__(self, pid: int, sock: socket.socket, log: Path) -> None:
         self.pid, self.sock, self.log = pid, sock, log
         self.rank: int | None = None
+        self.trained = False
         self.rest = b""
         self.alive = True
 
@@ -128,6 +129,7 @@ class Job:
         for rank in range(self.world):
             child = self.fork()
             child.rank = rank
+            child.trained = True
             self.children[rank] = child
         for rank, child in self.children.items():
             child.tell(rank=rank, epoch=self.epoch, port=port, newcomer=False, lead=0)
@@ -162,6 +164,7 @@ class Job:
         elif kind == "resumed":
             if message["epoch"] == self.epoch:
                 self.resumed.add(child.pid)
+                child.trained = True
                 self.resumed_ms.append(message["ms"])
                 self.footprints[child.pid].append(message)
                 for phase, ms in message["phases"].items():
@@ -192,7 +195,8 @@ class Job:
         self.epoch += 1
         self.free, self.resumed = set(), set()
         port = self.new_store()
-        lead = min(r for r in range(self.world) if r not in victims)
+        # Somebody who has been in the training: one that a second fault struck in its set-up knows nothing yet.
+        lead = min(r for r, child in self.children.items() if r not in victims and child.trained)
         for rank in told:
             self.children[rank].tell(epoch=self.epoch, port=port, lead=lead)
         for rank in victims:

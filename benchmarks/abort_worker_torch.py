@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from keepstep.trainer.exceptions import GroupsAborted, RebuildTimeout
 from keepstep.trainer.frameworks_torch import adopt_ddp_layout, ddp_layout, reset_after_abort
 from keepstep.trainer.groups_torch import GROUPS
+from keepstep.trainer.store_torch import dial
 
 MODES = ("ar", "ddp", "fsdp2", "hsdp")
 WIDTH, LAYERS, BATCH = 96, 4, 8
@@ -313,7 +314,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def client(port: int) -> TCPStore:
-    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    return dial("127.0.0.1", port, limit_s=30.0)
 
 
 def footprint() -> dict[str, Any]:
@@ -343,6 +344,8 @@ def main(sock: socket.socket, directory: Path, mode: str, world: int, steps: int
 
 def serve_stores(sock: socket.socket) -> None:
     """Body of the forked store process: one fresh TCPStore per request line, the last few are kept."""
+    # Torch's server looks up the name of each client, for its log, and serves nobody meanwhile.
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     kept: list[TCPStore] = []
     for _ in sock.makefile("r"):
         kept.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))

@@ -12,7 +12,6 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Final
 
@@ -22,6 +21,7 @@ from torch.futures import Future
 from keepstep.trainer.exceptions import CommunicationAborted
 from keepstep.trainer.meter import Meter
 from keepstep.trainer.sockets import Handle, shut_down
+from keepstep.trainer.waiters import Waiters
 
 SLICE: Final = timedelta(milliseconds=20)
 """How long a waiter trusts gloo before it looks whether the circuit has been cut."""
@@ -48,7 +48,7 @@ class Circuit:
         self._lock = threading.Lock()
         self._flying: set[Any] = set()
         self._promises: dict[int, tuple[Future[Any], CircuitWork]] = {}
-        self._waiters: ThreadPoolExecutor | None = None
+        self._waiters: Waiters | None = None
 
     # ------------------------------------------------------------------ use
 
@@ -125,7 +125,7 @@ class Circuit:
         try:
             source = work.get_future()
         except RuntimeError:  # gloo has none for point to point
-            self._pool().submit(_tell_after_wait, work, tell)
+            self._pool().submit(lambda: _tell_after_wait(work, tell))
             return
         source.add_done_callback(lambda future: tell(_outcome(future)))
 
@@ -140,10 +140,10 @@ class Circuit:
         handle.over()
         future.set_result(outcome)
 
-    def _pool(self) -> ThreadPoolExecutor:
+    def _pool(self) -> Waiters:
         with self._lock:
             if self._waiters is None:
-                self._waiters = ThreadPoolExecutor(WAITERS, thread_name_prefix=f"ks-wait-{self.name}")
+                self._waiters = Waiters(f"ks-wait-{self.name}", WAITERS)
             return self._waiters
 
     # ------------------------------------------------------------------ end
@@ -183,7 +183,7 @@ class Circuit:
             waiters, self._waiters = self._waiters, None
             self._flying.clear()
         if waiters is not None:
-            waiters.shutdown(wait=False)
+            waiters.close()
         if backend is not None:
             _DEC_REF(backend)
 
@@ -193,7 +193,7 @@ class Circuit:
             self.backend = None
             waiters, self._waiters = self._waiters, None
         if waiters is not None:
-            waiters.shutdown(wait=False)
+            waiters.close()
 
 
 def _outcome(future: Future[Any]) -> Any:
@@ -261,10 +261,13 @@ class CircuitWork(dist.Work):
 
     def over(self) -> None:
         """Count the operation as finished, once."""
-        if not self._over:
-            self._over = True
+        if self._over:
+            return
+        self._over = True
+        # After a cut the backend may still be writing; `settle` waits for that.
+        if self._circuit.cut_because is None or self.inner.is_completed():
             self._circuit.landed(self.inner)
-            self._circuit.meter.finish()
+        self._circuit.meter.finish()
 
     def __del__(self) -> None:
         # Nobody will wait for it any more; do not keep its tensors.

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any, Final, Literal
 
 from torch import distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from keepstep.model.topology import fold_ranks
@@ -26,13 +26,14 @@ from keepstep.trainer.gloo_torch import gloo_device
 from keepstep.trainer.meter import Meter
 from keepstep.trainer.seats_torch import DirectSeat, Nccl, Seat, SwapSeat, Wire
 from keepstep.trainer.sockets import Handle, connected, has_peer_port, open_sockets, shut_down
+from keepstep.trainer.store_torch import dial
 from keepstep.trainer.swap_torch import BACKEND, SwapGroup
 
 DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
-STORE_CONNECT: Final = timedelta(seconds=5)
-"""A store answers before its epoch is announced: one that does not within this time is dead, and waiting is in vain."""
 SETTLE_S: Final = 0.25
 """How long a rebuild waits for operations of the old epoch to end."""
+ASK_WHY_S: Final = 2.0
+"""How long a rebuild that has failed asks the store for the reason."""
 MAX_SCRAPPERS: Final = 16
 """Threads that may be blocked at once in destroying old backends; above it they are kept for ever instead."""
 
@@ -237,7 +238,7 @@ class Groups:
             shut_down(self._lines)
             if self._aborts != seen:
                 raise GroupsAborted(f"building communicators for {key} was ended by a newer abort")
-            raise RebuildTimeout(self._who_is_missing(store_host, store_port, key, rank, limit_s))
+            raise RebuildTimeout(self._why_not(store_host, store_port, key, rank, limit_s))
         try:
             wire, built = errand.result()
         except (RuntimeError, OSError) as error:
@@ -258,10 +259,12 @@ class Groups:
         name = str(options.group_id)
         seat: Seat
         if self._device == "cuda":
-            seat = DirectSeat(name, options.group_rank, ranks, meter=self._meter, nccl=self._nccl)
+            seat = DirectSeat(
+                name, options.group_rank, ranks, timeout=options.timeout, meter=self._meter, nccl=self._nccl
+            )
         else:
             world = len(ranks) == self._world_size
-            seat = SwapSeat(name, options.group_rank, ranks, world=world, meter=self._meter)
+            seat = SwapSeat(name, options.group_rank, ranks, world=world, timeout=options.timeout, meter=self._meter)
             assert isinstance(seat.group, SwapGroup)
             seat.group.on_shutdown = lambda _: self._forget(name)
         circuits = seat.stand_in() if self._stand_in else self._connect_one(seat)
@@ -302,7 +305,7 @@ class Groups:
             seat.group.circuit = None
 
     def _new_wire(self, store: Store, limit_s: float) -> Wire:
-        return Wire(store=store, gloo_device=gloo_device(), limit_s=limit_s, timeout=self._timeout)
+        return Wire(store=store, gloo_device=gloo_device(), limit_s=limit_s)
 
     # ------------------------------------------------------------------ rebuilding
 
@@ -334,9 +337,7 @@ class Groups:
     ) -> tuple[Wire, dict[str, list[Circuit]]]:
         began = time.monotonic()
         before = open_sockets()
-        waits = timedelta(seconds=max(1.0, limit_s))
-        client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=min(waits, STORE_CONNECT))
-        client.set_timeout(waits)
+        client = dial(host, port, limit_s=limit_s)
         lines = connected(open_sockets() - before, has_peer_port(port))
         with self._bell:
             if self._aborts != seen:
@@ -344,7 +345,7 @@ class Groups:
             self._lines = lines
         phases["connect"] = (time.monotonic() - began) * 1e3
         store = PrefixStore(key, client)
-        store.set(f"here/{c10d.get_rank()}", ",".join(self._seats))
+        store.set(f"here/{c10d.get_rank()}", " ".join(self._seats))
         phases["store"] = (time.monotonic() - began) * 1e3
         wire = self._new_wire(store, limit_s)
         phases["device"] = (time.monotonic() - began) * 1e3
@@ -382,20 +383,20 @@ class Groups:
             c10d._world.pg_map[group] = (backend, prefix)
         self._scrap([c for c in old if c.cut_because is not None])
 
-    def _who_is_missing(self, host: str, port: int, key: str, rank: int, limit_s: float) -> str:
-        missing: list[int] = []
+    def _why_not(self, host: str, port: int, key: str, rank: int, limit_s: float) -> str:
+        """A sentence on why the members did not come together, from what each has left in the store."""
         errand = Errand(
-            lambda: _missing_ranks(host, port, key, self._world_size),
+            lambda: _groups_of_ranks(host, port, key, self._world_size),
             bell=threading.Condition(),
             discard=lambda _: None,
         )
-        if errand.wait(limit_s=2.0, stop=lambda: False):
+        why = "the store does not answer"
+        if errand.wait(limit_s=ASK_WHY_S, stop=lambda: False):
             try:
-                missing = errand.result()
-            except RuntimeError:
-                missing = []
-        who = f"ranks {fold_ranks(missing)} never came" if missing else "all ranks came, but not all could connect"
-        return f"communicators for {key} did not come together within {limit_s:g} s on rank {rank}: {who}"
+                why = _difference(errand.result(), list(self._seats.values()))
+            except RuntimeError as error:
+                why = f"the store does not answer ({error})"
+        return f"communicators for {key} did not come together within {limit_s:g} s on rank {rank}: {why}"
 
     def _scrap(self, circuits: list[Circuit]) -> None:
         """Destroy old backends where nobody waits for it; keep them for ever when that gets stuck too often."""
@@ -416,10 +417,25 @@ def _discard(circuits: list[Circuit]) -> None:
         circuit.scrap()
 
 
-def _missing_ranks(host: str, port: int, key: str, world_size: int) -> list[int]:
-    client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
-    store = PrefixStore(key, client)
-    return [rank for rank in range(world_size) if not store.check([f"here/{rank}"])]
+def _groups_of_ranks(host: str, port: int, key: str, world_size: int) -> list[set[str] | None]:
+    """The names of the groups that each rank has, ``None`` for a rank that has not come."""
+    store = PrefixStore(key, dial(host, port, limit_s=ASK_WHY_S))
+    keys = [f"here/{rank}" for rank in range(world_size)]
+    return [set(store.get(k).decode().split()) if store.check([k]) else None for k in keys]
+
+
+def _difference(there: list[set[str] | None], seats: Sequence[Seat]) -> str:
+    missing = [rank for rank, names in enumerate(there) if names is None]
+    if missing:
+        return f"ranks {fold_ranks(missing)} never came"
+    for seat in seats:
+        without = [rank for rank in seat.ranks if seat.name not in (there[rank] or set())]
+        if without:
+            return (
+                f"group {seat.name} (ranks {fold_ranks(seat.ranks)}) does not exist on ranks {fold_ranks(without)}; "
+                "make all groups before the training loop, where a replacement makes them too"
+            )
+    return "all ranks came, but not all could connect"
 
 
 GROUPS: Final = Groups()

@@ -36,7 +36,6 @@ class Wire(Struct, frozen=True, kw_only=True):
     store: Store
     gloo_device: Any
     limit_s: float
-    timeout: timedelta
 
 
 class Seat(Protocol):
@@ -66,10 +65,13 @@ class Seat(Protocol):
 class SwapSeat:
     """A group on CPU."""
 
-    def __init__(self, name: str, rank: int, ranks: Sequence[int], *, world: bool, meter: Meter) -> None:
+    def __init__(
+        self, name: str, rank: int, ranks: Sequence[int], *, world: bool, timeout: timedelta, meter: Meter
+    ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
         self._rank = rank
+        self._timeout = timeout
         self._meter = meter
         self._swap = SwapGroup(name, rank, len(ranks), world=world, meter=meter)
         self.group: dist.ProcessGroup = self._swap
@@ -82,7 +84,7 @@ class SwapSeat:
             len(self.ranks),
             device=wire.gloo_device,
             limit_s=wire.limit_s,
-            timeout=wire.timeout,
+            timeout=self._timeout,
         )
         return [Circuit(self.name, backend, self._meter, connections)]
 
@@ -137,10 +139,13 @@ class NcclCircuit(Circuit):
 class DirectSeat:
     """A group on CUDA: gloo for CPU tensors and NCCL for CUDA tensors inside torch's own ProcessGroup."""
 
-    def __init__(self, name: str, rank: int, ranks: Sequence[int], *, meter: Meter, nccl: Nccl) -> None:
+    def __init__(
+        self, name: str, rank: int, ranks: Sequence[int], *, timeout: timedelta, meter: Meter, nccl: Nccl
+    ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
         self._rank = rank
+        self._timeout = timeout
         self._meter = meter
         self._nccl = nccl
         self._circuits: list[Circuit] = []
@@ -156,9 +161,11 @@ class DirectSeat:
             len(self.ranks),
             device=wire.gloo_device,
             limit_s=wire.limit_s,
-            timeout=wire.timeout,
+            timeout=self._timeout,
         )
-        nccl = self._nccl.make(PrefixStore("cuda", store), self._rank, self.ranks, name=self.name, timeout=wire.timeout)
+        nccl = self._nccl.make(
+            PrefixStore("cuda", store), self._rank, self.ranks, name=self.name, timeout=self._timeout
+        )
         return [
             Circuit(self.name, gloo.gloo, self._meter, connections),
             NcclCircuit(self.name, nccl, self._meter, self._nccl),
