@@ -46,6 +46,8 @@ REBUILD_LIMIT_S = 600.0
 """Far above the controller's own limit, which ends a rebuild earlier by opening another epoch."""
 REPLICA_WAIT_S = 2.0
 """How long the first reduction of a step waits for the previous step's copy on the other node."""
+REPLICA_AGAIN_S = 30.0
+"""After a wait in vain no step waits for so long: a keeper that is away must not cost every step the whole wait."""
 REPLICA_POLL_S = 0.0002
 FAREWELL_S = 1.0
 """How long the word that the loop is complete may take to leave; the script may end right after it."""
@@ -62,6 +64,7 @@ class Loop:
         self._live: Version | None = None
         self._advance_due = False
         self._gap_said = False
+        self._gap_until = 0.0
         self._restorer = Restorer(
             session.state,
             session.snapshots,
@@ -234,12 +237,16 @@ class Loop:
         """A step may change parameters everywhere only when the step before it is safe on another node."""
         session = self._s
         if session.snapshots.replicated():
+            self._gap_said, self._gap_until = False, 0.0
+            return
+        if time.monotonic() < self._gap_until:
             return
         deadline = time.monotonic() + REPLICA_WAIT_S
         while not session.snapshots.replicated():
             if session.control.pending is not None:
                 return
             if time.monotonic() > deadline:
+                self._gap_until = time.monotonic() + REPLICA_AGAIN_S
                 if not self._gap_said:
                     self._gap_said = True
                     print(
@@ -323,6 +330,7 @@ class Loop:
         self._live = found.version
         self.done = found.version.step
         session.state.touched = False
+        self._gap_until = 0.0
         gated = session.has_buddy and roster.snapshot_every > 0 and not session.state.replicated
         session.groups.before_reduce = self._await_replica if gated and not session.cuda else None
         session.beat.epoch(roster.epoch, self.done)
