@@ -336,6 +336,20 @@ def interrupted(conn: Connection, rank: int, world: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+def odd_group(conn: Connection, rank: int, world: int, port: int) -> None:
+    """Rank 0 has made a group that the other does not have."""
+    join(rank, world, port, stand_in=True)
+    if rank == 0:
+        dist.new_group([0, 1])
+    try:
+        rejoin(rank, world, port, limit_s=2.0)
+    except RebuildTimeout as error:
+        conn.send(str(error))
+    else:
+        conn.send("rebuilt")
+        conn.recv()
+
+
 def refused(conn: Connection, port: int) -> None:
     """What cannot be rebuilt says why."""
     join(0, 2, port, stand_in=True)

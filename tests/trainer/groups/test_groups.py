@@ -85,6 +85,15 @@ def test_a_rebuild_without_everybody_names_who_is_missing(stage: Any) -> None:
     assert member.left(10) == 0
 
 
+def test_a_group_that_others_lack_is_named(stage: Any) -> None:
+    """A group made after the set-up exists on survivors only; the message says which, where, and what to do."""
+    first, second = stage.all("odd_group", 2)
+    assert second.hear() == "rebuilt"
+    text = first.hear()
+    assert "group 1 (ranks 0-1) does not exist on ranks 1" in text
+    assert "make all groups before the training loop" in text
+
+
 def test_after_an_interrupted_rebuild_the_next_one_succeeds(stage: Any) -> None:
     """A second fault during the rebuild costs nothing but time; an epoch chosen before an abort is refused unseen."""
     port = stage.store()
@@ -125,7 +134,9 @@ def test_cuda_groups_are_swapped_inside_torchs_own_objects(stage: Any) -> None:
     """With a double for NCCL: one backend per group and epoch, the old ones aborted, the ProcessGroup object kept."""
     said = stage.start("nccl_double", port=stage.store()).hear()
     assert said["type"] == "ProcessGroup"
-    assert said["made"] == [("0", 0, [0]), ("1", 0, [0])] * 2 or len(said["made"]) == 4
+    assert [(rank, ranks) for _, rank, ranks in said["made"]] == [(0, [0])] * 4
+    names = [name for name, _, _ in said["made"]]
+    assert names[:2] == names[2:]
     assert said["aborted"] == 2
     assert said["the first was aborted"]
     assert said["swapped"]
