@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import assert_never
 
+from keepstep.core.locate.brief import brief
 from keepstep.core.locate.exits import words
 from keepstep.model.actions import AnyAction, InjectFault, Join, KeepStandbys, KillProcess, StopJob
 from keepstep.model.facts import (
@@ -128,7 +129,7 @@ def fact_words(fact: AnyFact) -> str:
         case StallEnded():
             return f"rank {fact.rank} moves again"
         case CollectiveBroken():
-            return f"rank {fact.rank}'s collective broke: {fact.error}"
+            return f"rank {fact.rank}'s collective broke: {brief(fact.error)}"
         case RankJoined():
             return f"rank {fact.rank} is connected in epoch {show_epoch(fact.epoch)}"
         case RankResumed():

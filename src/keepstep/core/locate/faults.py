@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from keepstep.core.draft import nanos
+from keepstep.core.locate.brief import brief
 from keepstep.core.locate.exits import judge
 from keepstep.core.state import Job, Node, seat_key
 from keepstep.model.facts import WorkerExited
@@ -73,7 +74,7 @@ def early_leavers(job: Job) -> list[WorkerExited]:
 def doubts(job: Job) -> list[str]:
     """Evidence, in words, that somebody is gone, without saying who."""
     named = set(job.incident.named) if job.incident else set[str]()
-    lines = [f"rank {rank}'s collective broke: {fact.error[:120]}" for rank, fact in sorted(job.broken.items())]
+    lines = [f"rank {rank}'s collective broke: {brief(fact.error)}" for rank, fact in sorted(job.broken.items())]
     for key, fact in job.exits.items():
         if key in job.seats and key not in named and not normal_end(job, fact):
             judged = judge(fact, amid=False)
