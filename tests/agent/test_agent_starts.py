@@ -6,10 +6,10 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
-from agent_rig import AgentProcess, FakeController, join, joined, roster_of, until
+from agent_rig import AgentProcess, FakeController, join, joined, roster_of, shim_pids, until
 
 from keepstep.agent.config import Program
 from keepstep.model.facts import ActionDone, ActionFailed, WorkerExited
@@ -62,7 +62,8 @@ def stopped(pid: int) -> Iterator[None]:
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def pid_file(agent: AgentProcess, slot: str) -> Path:
@@ -136,5 +137,22 @@ def test_agent_and_shim_killed_while_programs_start_start_them_again(node_dir: P
             for slot in ("r0e65536", "r1e65536"):
                 await until(lambda slot=slot: pid_file(agent, slot).exists())
                 await until(lambda slot=slot: agent.pid_of(slot) > 0)
+
+    asyncio.run(story())
+
+
+def test_shim_that_is_just_being_started_does_not_outlive_the_agent(node_dir: Path, tmp_path: Path) -> None:
+    """The node leaves before the successor of a dead shim has opened its socket (the fixture looks for it)."""
+
+    async def story() -> None:
+        async with rig(node_dir, tmp_path) as (_, agent):
+            shim = agent.shim_pid()
+            os.kill(shim, signal.SIGKILL)
+            successors: list[int] = []
+            await until(lambda: bool(successors.extend(p for p in shim_pids(node_dir) if p != shim) or successors))
+            with stopped(successors[0]):
+                os.kill(agent.pid, signal.SIGTERM)
+                await agent.ended()
+                assert is_gone(successors[0])
 
     asyncio.run(story())

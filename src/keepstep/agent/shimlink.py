@@ -45,6 +45,8 @@ class ShimLink:
         self._statuses: dict[int, int] = {}
         self._heard: dict[int, asyncio.Event] = {}
         self._closing = False
+        self._process: subprocess.Popen[bytes] | None = None
+        """The shim that we started last; it may not have opened its socket yet."""
         self._told = asyncio.Event()
         """Set once the shim has said what it knows."""
         self.pid = 0
@@ -150,6 +152,9 @@ class ShimLink:
         if self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
+        if self._process is not None:
+            # Just started, it has not heard that it shall leave, and would wait for an agent.
+            self._process.kill()
 
     # ------------------------------------------------------------ connection
 
@@ -162,7 +167,7 @@ class ShimLink:
                 return await asyncio.open_unix_connection(path, limit=LINE_BYTES)
             except OSError as error:
                 if process is None:
-                    process = self._start()
+                    process = self._process = self._start()
                 ended = process.poll()
                 if ended is not None or asyncio.get_running_loop().time() > deadline:
                     what = f"ended with {ended}" if ended is not None else f"did not answer within {START_S:g} s"
