@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from keepstep.trainer.exceptions import GroupsAborted, RebuildTimeout
+from keepstep.trainer.exceptions import GroupsAborted
 from keepstep.trainer.frameworks_torch import adopt_ddp_layout, ddp_layout, reset_after_abort
 from keepstep.trainer.groups_torch import GROUPS
 from keepstep.trainer.store_torch import dial
@@ -212,8 +212,6 @@ class Worker:
                 self.epoch = order["epoch"]
                 self.meet()
             except (RuntimeError, TimeoutError) as error:
-                if isinstance(error, RebuildTimeout):
-                    raise
                 self.epoch = max(self.epoch, order["epoch"])
                 self.await_order(error)
                 continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Final
 
@@ -194,6 +194,13 @@ class Circuit:
             waiters, self._waiters = self._waiters, None
         if waiters is not None:
             waiters.close()
+
+
+def discard(circuits: Iterable[Circuit]) -> None:
+    """Get rid of communication that was never used, on a thread that may block."""
+    for circuit in circuits:
+        circuit.cut("never used")
+        circuit.scrap()
 
 
 def _outcome(future: Future[Any]) -> Any:

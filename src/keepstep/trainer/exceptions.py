@@ -19,6 +19,10 @@ class RebuildTimeout(TrainerError, TimeoutError):
     """Communicators did not come together within their limit; the message names the ranks that are missing."""
 
 
+class RebuildFailed(TrainerError, RuntimeError):
+    """Communicators could not be built: a member went away while connecting, or the store does not answer."""
+
+
 class GroupsUnsupported(TrainerError, RuntimeError):
     """This process has communication that cannot be rebuilt in process; the message says which and what to do."""
 

@@ -19,23 +19,19 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from keepstep.model.topology import fold_ranks
-from keepstep.trainer.circuit_torch import Circuit
+from keepstep.trainer.circuit_torch import Circuit, discard
 from keepstep.trainer.errand import Errand
-from keepstep.trainer.exceptions import GroupsAborted, GroupsUnsupported, RebuildTimeout
+from keepstep.trainer.exceptions import GroupsAborted, GroupsUnsupported, RebuildFailed, RebuildTimeout
 from keepstep.trainer.gloo_torch import gloo_device
+from keepstep.trainer.meeting_torch import Built, Meeting, flat
 from keepstep.trainer.meter import Meter
+from keepstep.trainer.scrapyard import Scrapyard
 from keepstep.trainer.seats_torch import DirectSeat, Nccl, Seat, SwapSeat, Wire
-from keepstep.trainer.sockets import Handle, connected, has_peer_port, open_sockets, shut_down
-from keepstep.trainer.store_torch import dial
 from keepstep.trainer.swap_torch import BACKEND, SwapGroup
 
 DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
 SETTLE_S: Final = 0.25
 """How long a rebuild waits for operations of the old epoch to end."""
-ASK_WHY_S: Final = 2.0
-"""How long a rebuild that has failed asks the store for the reason."""
-MAX_SCRAPPERS: Final = 16
-"""Threads that may be blocked at once in destroying old backends; above it they are kept for ever instead."""
 
 
 class Groups:
@@ -49,13 +45,12 @@ class Groups:
         self._device: Literal["cpu", "cuda"] = "cpu"
         self._timeout = DEFAULT_TIMEOUT
         self._wire: Wire | None = None
-        self._lines: tuple[Handle, ...] = ()
+        self._meeting: Meeting | None = None
         self._world_size = 0
         self._stand_in = False
         self._why: str | None = None
         self._aborts = 0
-        self._parked = 0
-        self._scrappers: list[threading.Thread] = []
+        self._scrapyard = Scrapyard()
 
     # ------------------------------------------------------------------ state
 
@@ -115,8 +110,8 @@ class Groups:
 
     def leftovers(self) -> dict[str, int]:
         """What past aborts have left behind: backends kept for ever and threads still stuck in native code."""
-        self._scrappers = [t for t in self._scrappers if t.is_alive()]
-        return {"parked": self._parked, "scrapping": len(self._scrappers), "abandoned": Errand.abandoned()}
+        yard = self._scrapyard
+        return {"parked": yard.parked, "scrapping": yard.busy(), "abandoned": Errand.abandoned()}
 
     # ------------------------------------------------------------------ life
 
@@ -165,7 +160,7 @@ class Groups:
         self._why = None
         self._meter.broken = None
         base = PrefixStore(key, store)
-        wire = self._new_wire(base, self._timeout.total_seconds())
+        wire = Wire(store=base, gloo_device=gloo_device(), limit_s=self._timeout.total_seconds())
         self._wire = None if stand_in else wire
         dist.Backend.register_backend(BACKEND, self._create, extended_api=True, devices=["cpu", "cuda"])
         dist.init_process_group(BACKEND, store=base, rank=rank, world_size=world_size, timeout=self._timeout)
@@ -178,7 +173,7 @@ class Groups:
         """
         with self._bell:
             self._aborts += 1
-            lines, self._lines = self._lines, ()
+            meeting = self._meeting
             if not self._stand_in and self._why is None:
                 self._why = why
             self._bell.notify_all()
@@ -186,7 +181,8 @@ class Groups:
             for seat in list(self._seats.values()):
                 for circuit in seat.circuits():
                     circuit.cut(why)
-        shut_down(lines)
+        if meeting is not None:
+            meeting.interrupt()
 
     def clear(self) -> None:
         """Forget the first error seen (after a fault that needed no rebuild)."""
@@ -216,40 +212,32 @@ class Groups:
 
         Raises:
             GroupsAborted: ``abort`` was called meanwhile; build again for the newest epoch.
-            RebuildTimeout: somebody did not come.
+            RebuildTimeout: somebody did not come within the limit; the message says who.
+            RebuildFailed: somebody went away while connecting, or the store does not answer.
             GroupsUnsupported: the groups of this process cannot be rebuilt.
         """
         began = time.monotonic()
         seen = self._aborts if aborts is None else aborts
         self._check_rebuildable(rank, world_size)
         if self._aborts != seen:  # before anything of this epoch is touched
-            raise GroupsAborted(f"building communicators for {key} was ended by a newer abort")
+            raise GroupsAborted(f"communicators for {key} are not built: a newer abort has made them pointless")
         if not self._stand_in and self._why is None:
             self.abort("rebuild")
             seen += 1
-        phases: dict[str, float] = {}
-        self._settle(phases)
-        errand = Errand(
-            lambda: self._connect_all(store_host, store_port, key, limit_s, phases, seen),
-            bell=self._bell,
-            discard=lambda built: _discard([c for circuits in built[1].values() for c in circuits]),
+        settle_ms = self._settle()
+        meeting = Meeting(
+            store_host,
+            store_port,
+            key=key,
+            rank=rank,
+            world_size=world_size,
+            limit_s=limit_s,
+            seats=list(self._seats.values()),
+            stopped=lambda: self._aborts != seen,
         )
-        if not errand.wait(limit_s=limit_s, stop=lambda: self._aborts != seen):
-            shut_down(self._lines)
-            if self._aborts != seen:
-                raise GroupsAborted(f"building communicators for {key} was ended by a newer abort")
-            raise RebuildTimeout(self._why_not(store_host, store_port, key, rank, limit_s))
-        try:
-            wire, built = errand.result()
-        except (RuntimeError, OSError) as error:
-            if self._aborts != seen:
-                raise GroupsAborted(f"building communicators for {key} was ended by a newer abort") from error
-            raise RebuildTimeout(
-                f"communicators for {key} could not be built over the store at {store_host}:{store_port}: {error}"
-            ) from error
-        self._install(wire, built, seen, key)
-        phases["total"] = (time.monotonic() - began) * 1e3
-        return phases
+        wire, built = self._meet(meeting, seen)
+        self._install(meeting, wire, built, seen)
+        return {"settle": settle_ms, **meeting.phases, "total": (time.monotonic() - began) * 1e3}
 
     # ------------------------------------------------------------------ making groups
 
@@ -282,7 +270,7 @@ class Groups:
         assert wire is not None
         if self._why is not None:
             raise GroupsAborted(f"group {seat.name} cannot be made: communication was aborted ({self._why})")
-        errand = Errand(lambda: seat.connect(wire), bell=self._bell, discard=_discard)
+        errand = Errand(lambda: seat.connect(wire), bell=self._bell, discard=discard)
         if not errand.wait(limit_s=wire.limit_s, stop=lambda: self._aborts != seen):
             if self._aborts != seen:
                 raise GroupsAborted(f"making group {seat.name} was ended by an abort")
@@ -300,12 +288,9 @@ class Groups:
             if circuit.cut_because is None:
                 circuit.drop()
             else:
-                self._scrap([circuit])
+                self._scrapyard.take([circuit])
         if isinstance(seat.group, SwapGroup):
             seat.group.circuit = None
-
-    def _new_wire(self, store: Store, limit_s: float) -> Wire:
-        return Wire(store=store, gloo_device=gloo_device(), limit_s=limit_s)
 
     # ------------------------------------------------------------------ rebuilding
 
@@ -324,55 +309,48 @@ class Groups:
                 "leave out backend= in new_group()"
             )
 
-    def _settle(self, phases: dict[str, float]) -> None:
+    def _settle(self) -> float:
+        """Wait, briefly, until nothing of the old epoch can write into tensors any more; returns milliseconds."""
         began = time.monotonic()
         for seat in self._seats.values():
             for circuit in seat.circuits():
                 if circuit.cut_because is not None:
                     circuit.settle(max(0.0, SETTLE_S - (time.monotonic() - began)))
-        phases["settle"] = (time.monotonic() - began) * 1e3
+        return (time.monotonic() - began) * 1e3
 
-    def _connect_all(
-        self, host: str, port: int, key: str, limit_s: float, phases: dict[str, float], seen: int
-    ) -> tuple[Wire, dict[str, list[Circuit]]]:
-        began = time.monotonic()
-        before = open_sockets()
-        client = dial(host, port, limit_s=limit_s)
-        lines = connected(open_sockets() - before, has_peer_port(port))
+    def _meet(self, meeting: Meeting, seen: int) -> tuple[Wire, Built]:
+        """Have ``meeting`` connect on another thread, for as long as that makes sense."""
         with self._bell:
-            if self._aborts != seen:
-                raise GroupsAborted(f"building communicators for {key} was ended by a newer abort")
-            self._lines = lines
-        phases["connect"] = (time.monotonic() - began) * 1e3
-        store = PrefixStore(key, client)
-        store.set(f"here/{c10d.get_rank()}", " ".join(self._seats))
-        phases["store"] = (time.monotonic() - began) * 1e3
-        wire = self._new_wire(store, limit_s)
-        phases["device"] = (time.monotonic() - began) * 1e3
-        built: dict[str, list[Circuit]] = {}
+            self._meeting = meeting
         try:
-            for name, seat in list(self._seats.items()):
-                if self._aborts != seen:
-                    raise GroupsAborted(f"building communicators for {key} was ended by a newer abort")
-                t = time.monotonic()
-                built[name] = seat.connect(wire)
-                phases[name] = (time.monotonic() - t) * 1e3
-        except BaseException:
-            _discard([c for circuits in built.values() for c in circuits])
+            errand = Errand(meeting.connect, bell=self._bell, discard=lambda result: discard(flat(result[1])))
+            if not errand.wait(limit_s=meeting.limit_s, stop=lambda: self._aborts != seen):
+                meeting.interrupt()
+                meeting.check()
+                raise RebuildTimeout(meeting.why_not())
+        finally:
+            with self._bell:
+                self._meeting = None
+        try:
+            return errand.result()
+        except GroupsAborted:
             raise
-        return wire, built
+        except RuntimeError as error:
+            meeting.check()
+            raise RebuildFailed(
+                f"communicators for {meeting.key} could not be built over the store at {meeting.host}:{meeting.port}: "
+                f"{error}"
+            ) from error
 
-    def _install(self, wire: Wire, built: dict[str, list[Circuit]], seen: int, key: str) -> None:
+    def _install(self, meeting: Meeting, wire: Wire, built: Built, seen: int) -> None:
         with self._bell:
             if self._aborts != seen:
-                new = [c for circuits in built.values() for c in circuits]
-                threading.Thread(target=_discard, args=(new,), name="ks-discard", daemon=True).start()
-                raise GroupsAborted(f"building communicators for {key} was ended by a newer abort")
+                threading.Thread(target=discard, args=(flat(built),), name="ks-discard", daemon=True).start()
+                meeting.check()
             old: list[Circuit] = []
             for name, circuits in built.items():
                 old += self._seats[name].install(circuits)
             self._wire = wire
-            self._lines = ()
             self._stand_in = False
             self._why = None
             self._meter.broken = None
@@ -381,61 +359,7 @@ class Groups:
             name = c10d._world.pg_names[group]
             prefix = wire.store if group is dist.group.WORLD else PrefixStore(f"{name}/", wire.store)
             c10d._world.pg_map[group] = (backend, prefix)
-        self._scrap([c for c in old if c.cut_because is not None])
-
-    def _why_not(self, host: str, port: int, key: str, rank: int, limit_s: float) -> str:
-        """A sentence on why the members did not come together, from what each has left in the store."""
-        errand = Errand(
-            lambda: _groups_of_ranks(host, port, key, self._world_size),
-            bell=threading.Condition(),
-            discard=lambda _: None,
-        )
-        why = "the store does not answer"
-        if errand.wait(limit_s=ASK_WHY_S, stop=lambda: False):
-            try:
-                why = _difference(errand.result(), list(self._seats.values()))
-            except RuntimeError as error:
-                why = f"the store does not answer ({error})"
-        return f"communicators for {key} did not come together within {limit_s:g} s on rank {rank}: {why}"
-
-    def _scrap(self, circuits: list[Circuit]) -> None:
-        """Destroy old backends where nobody waits for it; keep them for ever when that gets stuck too often."""
-        self._scrappers = [t for t in self._scrappers if t.is_alive()]
-        for circuit in circuits:
-            if len(self._scrappers) >= MAX_SCRAPPERS:
-                self._parked += 1
-                continue
-            thread = threading.Thread(target=circuit.scrap, name=f"ks-scrap-{circuit.name}", daemon=True)
-            thread.start()
-            self._scrappers.append(thread)
-
-
-def _discard(circuits: list[Circuit]) -> None:
-    """Get rid of communication that was never used, on a thread that may block."""
-    for circuit in circuits:
-        circuit.cut("never used")
-        circuit.scrap()
-
-
-def _groups_of_ranks(host: str, port: int, key: str, world_size: int) -> list[set[str] | None]:
-    """The names of the groups that each rank has, ``None`` for a rank that has not come."""
-    store = PrefixStore(key, dial(host, port, limit_s=ASK_WHY_S))
-    keys = [f"here/{rank}" for rank in range(world_size)]
-    return [set(store.get(k).decode().split()) if store.check([k]) else None for k in keys]
-
-
-def _difference(there: list[set[str] | None], seats: Sequence[Seat]) -> str:
-    missing = [rank for rank, names in enumerate(there) if names is None]
-    if missing:
-        return f"ranks {fold_ranks(missing)} never came"
-    for seat in seats:
-        without = [rank for rank in seat.ranks if seat.name not in (there[rank] or set())]
-        if without:
-            return (
-                f"group {seat.name} (ranks {fold_ranks(seat.ranks)}) does not exist on ranks {fold_ranks(without)}; "
-                "make all groups before the training loop, where a replacement makes them too"
-            )
-    return "all ranks came, but not all could connect"
+        self._scrapyard.take(c for c in old if c.cut_because is not None)
 
 
 GROUPS: Final = Groups()

@@ -55,7 +55,7 @@ def test_survivors_use_the_same_groups_with_a_newcomer(stage: Any) -> None:
     # world and mesh: 0+1+2+3; pair: 0+1; the group made afterwards: 0+3.
     assert [m.hear() for m in members] == [[6.0, 6.0, 1.0, 3.0], [6.0, 6.0, 1.0], [6.0, 6.0], [6.0, 6.0, 3.0]]
     for member in members:
-        assert {"settle", "connect", "total"} < set(member.hear())
+        assert {"settle", "store", "total"} < set(member.hear())
     assert [m.left() for m in members] == [0, 0, 0, 0]
 
 
