@@ -37,6 +37,7 @@ from keepstep.model.facts import (
     StallEnded,
     StandbyGone,
     StandbyReady,
+    StoreLost,
     StoreReady,
     TimePassed,
     UserError,
@@ -251,6 +252,13 @@ class Fleet:
         agent.store += 1
         agent.store_up = True
         self.say(agent.name, StoreReady, host=f"host-{name}", port=29500 + agent.store)
+
+    def lose_store(self, name: str) -> None:
+        """The node's store process dies; its agent starts another."""
+        agent = self.agents.get(NodeId(name))
+        if agent is not None and agent.alive and agent.store_up:
+            self.say(agent.name, StoreLost, why="the store process ended")
+            self.new_store(name)
 
     def cut(self, name: str, why: str = "connection reset") -> None:
         """The connection breaks; nothing else happens to the node."""

@@ -133,6 +133,10 @@ class Histories(RuleBasedStateMachine):
         self.fleet.kill_standby(name)
 
     @rule(name=NODES)
+    def store_dies(self, name: str) -> None:
+        self.fleet.lose_store(name)
+
+    @rule(name=NODES)
     def cut(self, name: str) -> None:
         if self._linked(name):
             self.fleet.cut(name)

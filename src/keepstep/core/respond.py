@@ -26,6 +26,7 @@ from keepstep.core.locate.assess import (
     patience_is_over,
     retry,
     stall_reports_are_in,
+    store_lost,
 )
 from keepstep.core.recover.adopt import adopt, deputy_stays_silent
 from keepstep.core.recover.end import stop
@@ -114,7 +115,9 @@ def respond(draft: Draft, fact: AnyFact) -> None:
             assess(draft)
         case RecoveredLocally():
             adopt(draft, fact)
-        case RankJoined() | StoreLost():
+        case StoreLost():
+            store_lost(draft, fact)
+        case RankJoined():
             pass  # on the board, and that is all
         case _:
             assert_never(fact)

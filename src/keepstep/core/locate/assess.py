@@ -24,6 +24,7 @@ from keepstep.core.recover.act import act, answer, open_incident
 from keepstep.core.recover.measure import resolve
 from keepstep.core.recover.progress import check_progress
 from keepstep.core.state import Job
+from keepstep.model.facts import StoreLost
 from keepstep.model.ids import Nanos, Rank
 from keepstep.model.topology import fold_ranks
 
@@ -226,6 +227,33 @@ def _postponed(draft: Draft, name: str) -> bool:
         draft.wake(name, draft.policy.explain_s)
         return True
     return False
+
+
+def store_lost(draft: Draft, fact: StoreLost) -> None:
+    """The store over which ranks are building communicators is gone: they wait in vain, so open an epoch with another.
+
+    Once all have joined nobody needs the store any more. Processes that start anew fail by themselves and say so.
+    """
+    job = draft.job
+    roster, incident = job.roster, job.incident
+    if roster is None or incident is None or incident.state != "RECOVERING" or roster.mode != "in_process":
+        return
+    if fact.node != job.store_node or job.joined == roster.world_size or job.ahead() > job.epoch:
+        return
+    left = roster.world_size - job.joined
+    reason = f"the rendezvous store on {fact.node} was lost before {left} of {roster.world_size} ranks had joined"
+    fault = Fault(
+        key=f"store:{job.epoch}",
+        title=reason,
+        category="transient",
+        node=None,
+        ranks=(),
+        probability=1.0,
+        reason=reason,
+        evidence=(f"{fact.node}: {fact.why}",),
+        onset=fact.at,
+    )
+    answer(draft, [fault])
 
 
 def retry(draft: Draft) -> None:
