@@ -28,6 +28,18 @@ def test_each_incident_has_its_own_piece_of_the_log() -> None:
     assert "rank 1" in incident_timeline(fleet.log, "lm-i1")[0]
 
 
+def test_the_culprit_is_the_headline_not_the_loudest_survivor() -> None:
+    """A survivor that cries first opens the incident; once the dead rank is known, both texts are headed by it."""
+    fleet = running()
+    fleet.broken(0)
+    fleet.pump()
+    fleet.kill(2)
+    fleet.pump()
+    for text in (incident_block(fleet.log, "lm-i1"), incident_timeline(fleet.log, "lm-i1")):
+        assert "rank 2" in text[0]
+        assert "rank 0" not in text[0]
+
+
 def test_open_incident_says_so() -> None:
     """While it goes on, the block has no price yet."""
     fleet = running()

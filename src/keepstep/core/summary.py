@@ -40,7 +40,7 @@ def incident_block(records: Iterable[AnyRecord], incident: str) -> list[str]:
     if opened is None:
         return [f"there is no incident {incident} in these records"]
     suspects = [r for r in own if isinstance(r, SuspectNamed)]
-    guilty = next((s for s in suspects if s.category != "transient"), suspects[0] if suspects else None)
+    guilty = _guilty(suspects)
     who = f"culprit: {guilty.category}  p={guilty.probability:.2f}" if guilty else "culprit: not known yet"
     title = guilty.reason if guilty else opened.title
     lines = [f"error[{incident}]: {title:<64}  {who}", f"  --> {_where(own, opened, suspects)}"]
@@ -56,12 +56,18 @@ def incident_timeline(records: Iterable[AnyRecord], incident: str) -> list[str]:
     opened = next((r for r in own if isinstance(r, IncidentOpened)), None)
     if opened is None:
         return [f"there is no incident {incident} in these records"]
-    lines = [f"{incident}: {opened.title}"]
+    guilty = _guilty([r for r in own if isinstance(r, SuspectNamed)])
+    lines = [f"{incident}: {guilty.reason if guilty else opened.title}"]
     for record in own:
         if words := record_words(record):
             since = (record.at - opened.onset) / 1_000_000
             lines.append(f"{clock(record.at)}  {since:+10.1f} ms  {words}")
     return lines
+
+
+def _guilty(suspects: Sequence[SuspectNamed]) -> SuspectNamed | None:
+    """The first culprit; the first victim where nobody else was named."""
+    return next((s for s in suspects if s.category != "transient"), suspects[0] if suspects else None)
 
 
 def of_incident(records: Iterable[AnyRecord], incident: str) -> list[AnyRecord]:
