@@ -435,3 +435,23 @@ def test_store_is_replaced_when_it_dies(node_dir: Path, tmp_path: Path) -> None:
             assert new.port != old.port
 
     run(story)
+
+
+@pytest.mark.acceptance
+def test_store_that_dies_right_after_its_epoch_opened_is_reported(node_dir: Path, tmp_path: Path) -> None:
+    """No unused store has been announced since: still StoreLost, because ranks are about to use the one that died."""
+
+    async def story() -> None:
+        async with rig(node_dir, tmp_path, services=("store",)) as (controller, [agent]):
+            await joined(controller)
+            store = await controller.wait(StoreReady, within_s=60)
+            process = next(slot["pid"] for slot in agent.slots().values() if slot["role"] == "store")
+            os.kill(process, signal.SIGSTOP)
+            await running(controller, roster_of("n0", store_port=store.port), 2)
+            os.kill(process, signal.SIGKILL)
+            await controller.wait(StoreLost)
+            new = await controller.wait(StoreReady, lambda f: f.seq > store.seq, within_s=60)
+            assert new.port != store.port
+            assert len(controller.all(StoreLost)) == 1
+
+    run(story)

@@ -45,7 +45,7 @@ class Helpers:
                 self._start_later(role, 0.0)
             elif role == "store":
                 self._attach_store()
-        if not any(s.role == "store" for s in self._node.table) and self._node.table.stores:
+        if not any(s.role == "store" for s in self._node.table):
             self._store_lost("the store process is gone")
 
     async def keeper_ready(self, before: int = 0) -> None:
@@ -77,6 +77,7 @@ class Helpers:
         """If the roster's store is ours, have the next one made."""
         if roster.store_host == self._node.config.host and roster.store_port == self._unused:
             self._unused = 0
+            self._node.table.used_store = roster.store_port
             self._node.table.stores = []
             self._tell_store({"op": "use", "port": roster.store_port})
 
@@ -146,6 +147,7 @@ class Helpers:
     def _store_ready(self, port: int) -> None:
         roster = self._node.roster
         if roster is not None and roster.store_host == self._node.config.host and roster.store_port == port:
+            self._node.table.used_store = port
             self._tell_store({"op": "use", "port": port})
             return
         self._unused = port
@@ -154,10 +156,12 @@ class Helpers:
             self._node.report(StoreReady, host=self._node.config.host, port=port)
 
     def _store_lost(self, why: str) -> None:
+        """Also where no unused store is left with it: ranks may be building communicators over the used one."""
         self._unused = 0
-        if self._node.table.stores:
-            self._node.table.stores = []
+        roster, used = self._node.roster, self._node.table.used_store
+        if self._node.table.stores or (used and roster is not None and roster.store_port == used):
             self._node.report(StoreLost, why=why)
+        self._node.table.stores, self._node.table.used_store = [], 0
 
     def _tell_store(self, message: dict[str, object]) -> None:
         if self._store_writer is not None:

@@ -72,6 +72,7 @@ class _Saved(Struct, kw_only=True):
     ended: dict[SlotId, Epoch] = {}
     peer_port: int = 0
     stores: list[int] = []
+    used_store: int = 0
     first_fault: WorkerExited | None = None
 
 
@@ -197,4 +198,14 @@ class Table:
     @stores.setter
     def stores(self, ports: list[int]) -> None:
         self._saved.stores = ports
+        self.save()
+
+    @property
+    def used_store(self) -> int:
+        """Port of the newest store of this node that an epoch uses; 0 when its process is gone."""
+        return self._saved.used_store
+
+    @used_store.setter
+    def used_store(self, port: int) -> None:
+        self._saved.used_store = port
         self.save()
