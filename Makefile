@@ -50,7 +50,7 @@ bench: $(VENV)/.dev ## the numbers in the README, as JSON lines
 	$(BIN)/python -m benchmarks.overhead --json
 	$(BIN)/python -m benchmarks.abort --json
 
-soak: $(VENV)/.dev ## random faults for MINUTES=10
+soak: $(VENV)/.dev ## random faults and pauses for MINUTES=10
 	$(BIN)/python tests/soak/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --json
 
 clean: ## remove what was built here (the virtual environment too)
