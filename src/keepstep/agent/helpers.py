@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import Callable
 
+from keepstep.agent import proc
 from keepstep.agent.exceptions import SpawnRefused
 from keepstep.agent.node import KEEPER_PORT_FILE, Node
 from keepstep.agent.programs import Programs
@@ -20,6 +21,8 @@ LAST_RETRY_S = 10.0
 CONNECT_RETRY_S = 0.02
 STORE_START_S = 120.0
 """Importing torch on a loaded machine takes this long at worst."""
+STORE_ANSWER_S = 30.0
+"""A store that does not answer its agent for so long is frozen."""
 KEEPER_START_S = 10.0
 """How long the first word to the controller waits for the keeper's port."""
 
@@ -32,6 +35,8 @@ class Helpers:
         self._tasks: set[asyncio.Task[None]] = set()
         self._store_writer: asyncio.StreamWriter | None = None
         self._store_task: asyncio.Task[None] | None = None
+        self._silence: asyncio.TimerHandle | None = None
+        """Runs while the store owes us a word."""
         self._unused = 0
         self.stopping = False
         self.on_keeper_port: Callable[[], None] = lambda: None
@@ -87,6 +92,7 @@ class Helpers:
         if self.stopping:
             return
         if slot.role == "store":
+            self._heard_store()
             self._store_lost("the store process ended")
         delay = self._delays.get(slot.role, 0.0)
         if delay:
@@ -126,25 +132,55 @@ class Helpers:
             self._store_task = asyncio.get_running_loop().create_task(self._listen_to_store())
 
     async def _listen_to_store(self) -> None:
+        """Follow the store for as long as it lives; a line that breaks is opened again."""
         path = str(self._node.dir / STORE_SOCKET)
-        deadline = asyncio.get_running_loop().time() + STORE_START_S
-        while asyncio.get_running_loop().time() < deadline:
+        clock, pause = asyncio.get_running_loop().time, CONNECT_RETRY_S
+        while self._store_slot() is not None and not self.stopping:
+            self._expect_word(STORE_START_S)
             try:
                 reader, self._store_writer = await asyncio.open_unix_connection(path)
             except OSError:
                 await asyncio.sleep(CONNECT_RETRY_S)
                 continue
+            since = clock()
             self._tell_store({"op": "list"})
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, KeyError):
                 while line := await reader.readline():
                     self._store_ready(json.loads(line)["unused"])
                     self._delays["store"] = 0.0
             self._store_writer.close()
             self._store_writer = None
+            pause = CONNECT_RETRY_S if clock() - since > LAST_RETRY_S else min(LAST_RETRY_S, pause * 2)
+            await asyncio.sleep(pause)
+
+    def _store_slot(self) -> Slot | None:
+        return next((s for s in self._node.table if s.role == "store"), None)
+
+    def _expect_word(self, within_s: float) -> None:
+        """The store has to say something by then; an earlier limit that runs already stays."""
+        if self._silence is None:
+            self._silence = asyncio.get_running_loop().call_later(within_s, self._store_silent, within_s)
+
+    def _heard_store(self) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
+
+    def _store_silent(self, within_s: float) -> None:
+        """A store that does not answer serves no rank either: end it, so that another is started in its place."""
+        self._silence = None
+        slot = self._store_slot()
+        if slot is None or self.stopping:
             return
-        self._node.say(f"the store did not open {path} within {STORE_START_S:g} s")
+        if not slot.pid:
+            self._expect_word(within_s)  # it is not born yet; starting it has a limit of its own
+            return
+        self._node.say(f"the store has not answered for {within_s:g} s; ending it and starting another")
+        if slot.alive():
+            proc.kill_group(slot.pid)
 
     def _store_ready(self, port: int) -> None:
+        self._heard_store()
         roster = self._node.roster
         if roster is not None and roster.store_host == self._node.config.host and roster.store_port == port:
             self._node.table.used_store = port
@@ -164,5 +200,7 @@ class Helpers:
         self._node.table.stores, self._node.table.used_store = [], 0
 
     def _tell_store(self, message: dict[str, object]) -> None:
+        """Each question is answered with the unused store there is after it."""
         if self._store_writer is not None:
             self._store_writer.write(json.dumps(message).encode() + b"\n")
+            self._expect_word(STORE_ANSWER_S)
