@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from keepstep.cli.errors import DoorError, NotFound, Unreachable
 WORLD = 4
 RECOVERY_LIMIT_S = 120.0
 READY_LIMIT_S = 60.0
+LEAVE_LIMIT_S = 30.0
 PAUSE_LIMIT_S = 60.0
 SLOW_S = 3.0
 GARBAGE_S = 1.5
@@ -75,6 +77,7 @@ class Nemesis:
         self.facts_failed: dict[int, int] = {}
         """By the controller's process id; the newest count that was seen of each."""
         self._orders, self._order = orders, 0
+        self.retired = 0
         self._spares = 0
         self._struck, self._top = 0.0, 0
         self._acts: dict[str, Callable[[], set[int]]] = {
@@ -116,12 +119,36 @@ class Nemesis:
         blow.detect_ms = [m.detect_ms for n in blow.incidents if (m := self.cluster.watch.incidents[n].measured)]
         self.blows.append(blow)
         self.look_at_controller()
+        self.refill()
         return blow
+
+    def refill(self) -> None:
+        """What operators do: a node that the job has put aside (three faults in ten minutes) leaves, another one comes.
+
+        The first node stays whatever is thought of it: its launcher holds the controller.
+        """
+        for name in self.cluster.watch.quarantined & self.cluster.nodes.keys() - {"node-0"}:
+            node = self.cluster.nodes[name]
+            if not node.lost:
+                node.lost = True
+                node.launcher.send_signal(signal.SIGTERM)
+                self.cluster.until(lambda: node.launcher.poll() is not None, LEAVE_LIMIT_S, f"{name} to leave")  # noqa: B023
+                self.retired += 1
+        away = self.cluster.watch.quarantined | {n.name for n in self.cluster.nodes.values() if n.lost}
+        if not self.cluster.nodes.keys() - away - set(self.seats().values()):
+            self.add_standby_node()
+
+    def add_standby_node(self) -> None:
+        self._spares += 1
+        self.cluster.add_node(f"again-{self._spares}", standby=True)
 
     # ------------------------------------------------------------ looking
 
     def pids(self) -> dict[int, int]:
         return {rank: beat.pid for rank, beat in self.cluster.beats().items()}
+
+    def seats(self) -> dict[int, str]:
+        return {rank: self.cluster.node_of(rank) for rank in range(WORLD)}
 
     def rank(self) -> int:
         return self.random.randrange(WORLD)
@@ -159,7 +186,7 @@ class Nemesis:
     def node(self) -> set[int]:
         """Never the first node: its launcher holds the controller, and there is only one. The lost node's launcher is
         started again as a fresh standby node, so that the next loss finds one as well."""
-        seats = {rank: self.cluster.node_of(rank) for rank in range(WORLD)}
+        seats = self.seats()
         name = self.random.choice(sorted(set(seats.values()) - {"node-0"}))
         self.cluster.until(
             lambda: any(node not in seats.values() for node, _ in self.cluster.watch.parked),
@@ -168,8 +195,7 @@ class Nemesis:
         )
         self._now()
         self.cluster.lose_node(name)
-        self._spares += 1
-        self.cluster.add_node(f"again-{self._spares}", standby=True)
+        self.add_standby_node()
         return {rank for rank, node in seats.items() if node == name}
 
     def controller(self) -> set[int]:

@@ -136,7 +136,8 @@ def soak(home: Path, minutes: float, seed: int, no_flaps: str) -> dict[str, obje
     try:
         steps = torment(cluster, nemesis, minutes)
     except (TimeoutError, LookupError, OSError) as error:
-        given_up = f"{type(error).__name__}: {error}"
+        print(error, file=sys.stderr)
+        given_up = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         steps = min(cluster.steps().values(), default=0)
     finally:
         nemesis.look_at_controller()
@@ -162,6 +163,7 @@ def soak(home: Path, minutes: float, seed: int, no_flaps: str) -> dict[str, obje
         "orphans": orphans,
         "log_folds_equal": folds,
         "facts_failed": sum(nemesis.facts_failed.values()),
+        "nodes_retired": nemesis.retired,
         "link_flap": f"not possible here: {no_flaps}" if no_flaps else "done",
         "given_up": given_up,
     }

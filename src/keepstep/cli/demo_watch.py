@@ -31,6 +31,7 @@ from keepstep.model.records import (
     IncidentMoved,
     IncidentOpened,
     JobMoved,
+    NodeMoved,
     Observed,
     PlanMade,
     StandbyMoved,
@@ -85,6 +86,8 @@ class Watch:
         self.exit_code: int | None = None
         self.incidents: dict[str, Incident] = {}
         self.joined: set[NodeId] = set()
+        self.quarantined: set[NodeId] = set()
+        """Nodes that get no rank of this job any more."""
         self.parked: set[tuple[NodeId, SlotId]] = set()
         """Warm processes that wait for a rank, by node and slot (slots are named per node)."""
         self.joins: dict[int, set[int]] = {}
@@ -136,6 +139,9 @@ class Watch:
                     self.parked.discard((member.node, member.slot))
             case JobMoved():
                 self.state, self.why, self.exit_code = record.to, record.why, record.exit_code
+            case NodeMoved():
+                if record.to == "QUARANTINED":
+                    self.quarantined.add(record.node)
             case StandbyMoved():
                 if record.to == "SLEEPING":
                     self.parked.add((record.node, record.slot))
