@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from keepstep.agent.config import AgentConfig, Output, Program
+from keepstep.agent.node import Node
 from keepstep.model.actions import AnyAction, Join
 from keepstep.model.facts import AgentJoined, AnyFact, Fact
 from keepstep.model.ids import ActionId, Epoch, JobId, NodeId, Rank, SlotId
@@ -246,6 +247,27 @@ def roster_of(
 
 def join(roster: Roster, node: str = "n0") -> Join:
     return Join(id=next_id("join"), job=JOB, epoch=roster.epoch, node=NodeId(node), roster=roster)
+
+
+def bare_node(node_dir: Path, run_dir: Path, **more: Any) -> Node:
+    """What the parts of an agent share, without the agent."""
+    fields: dict[str, Any] = {"services": (), **more}
+    config = AgentConfig(
+        spec=JobSpec(job=JOB, min_nodes=1, max_nodes=1, nproc_per_node=1),
+        program=Program(kind="script", target="t.py"),
+        output=Output(log_dir=str(run_dir)),
+        node="n0",
+        host="127.0.0.1",
+        run_dir=str(run_dir),
+        node_dir=str(node_dir),
+        controller_host="127.0.0.1",
+        controller_port=1,
+        launcher_pid=0,
+        **fields,
+    )
+    node = Node(config)
+    node.outbox.open()
+    return node
 
 
 async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:

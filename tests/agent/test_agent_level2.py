@@ -185,6 +185,23 @@ def test_standby_takes_the_vacant_seat(node_dir: Path, tmp_path: Path) -> None:
     run(story)
 
 
+def test_stopped_standby_is_replaced(node_dir: Path, tmp_path: Path) -> None:
+    """State T for longer than frozen_s: nobody can count on it, so it is ended with the reason, and another parks."""
+
+    async def story() -> None:
+        async with rig(node_dir, tmp_path, frozen_s=0.2) as (controller, [agent]):
+            await joined(controller)
+            await running(controller, roster_of("n0"), 2)
+            controller.order(keep(1))
+            standby = await controller.wait(StandbyReady)
+            os.kill(agent.pid_of(standby.slot), signal.SIGSTOP)
+            gone = await controller.wait(StandbyGone)
+            assert (gone.slot, "state T" in gone.why) == (standby.slot, True)
+            await controller.wait(StandbyReady, lambda f: f.slot != standby.slot)
+
+    run(story)
+
+
 def test_restarted_agent_is_found_by_its_workers(node_dir: Path, tmp_path: Path) -> None:
     """kill -9 of the agent: workers connect again, nothing is reported twice, seats taken meanwhile are told then."""
 

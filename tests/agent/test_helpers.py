@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from agent_rig import roster_of
+from agent_rig import bare_node, roster_of
 
 from keepstep.agent import helpers as module
 from keepstep.agent import proc
-from keepstep.agent.config import AgentConfig, Output, Program
 from keepstep.agent.helpers import Helpers
 from keepstep.agent.node import Node
 from keepstep.agent.programs import Programs
 from keepstep.agent.slots import Slot
-from keepstep.model.ids import JobId, SlotId
-from keepstep.model.topology import JobSpec
+from keepstep.model.ids import SlotId
 
 
 @pytest.fixture
@@ -48,21 +46,7 @@ class _Programs:
 
 
 def _node(node_dir: Path, run_dir: Path, pid: int) -> Node:
-    config = AgentConfig(
-        spec=JobSpec(job=JobId("j"), min_nodes=1, max_nodes=1, nproc_per_node=1),
-        program=Program(kind="script", target="t.py"),
-        output=Output(log_dir=str(run_dir)),
-        node="n0",
-        host="127.0.0.1",
-        run_dir=str(run_dir),
-        node_dir=str(node_dir),
-        controller_host="127.0.0.1",
-        controller_port=1,
-        launcher_pid=0,
-        services=("store",),
-    )
-    node = Node(config)
-    node.outbox.open()
+    node = bare_node(node_dir, run_dir, services=("store",))
     stat = proc.stat(pid)
     assert stat is not None
     node.table.add(Slot(id=SlotId("store0"), role="store", out="", err="", pid=pid, start=stat.start))

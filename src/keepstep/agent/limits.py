@@ -28,6 +28,10 @@ UNINTERRUPTIBLE_STEP_S = 30.0
 """State D within a step: a hung disk, network file system or driver call."""
 UNINTERRUPTIBLE_S = 600.0
 """State D elsewhere: a checkpoint may wait long for storage."""
+PARKED_SILENT_S = 60.0
+"""A parked standby shows a sign of life every second; after so long without one it would not take a seat either."""
+AGENT_GAP_S = 1.0
+"""Between two looks of an agent that runs; more means that it was stopped itself."""
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 

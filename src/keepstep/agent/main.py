@@ -75,6 +75,7 @@ class Agent:
         self.helpers.on_keeper_port = self.uplink.joined_again
         self.programs.on_fault = self.deputy.consider
         self.pulse.on_frozen = self.deputy.consider
+        self.pulse.on_dead_standby = self.programs.end_standby
 
     # ------------------------------------------------------------ life
 

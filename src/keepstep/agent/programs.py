@@ -221,6 +221,13 @@ class Programs:
             self.on_unstarted()
             self.refill_soon()
 
+    def end_standby(self, slot: Slot, why: str) -> None:
+        """It could not take a seat: nobody may count on it, and another is started in its place."""
+        slot.doomed, slot.why_ended = True, why
+        self._node.table.save()
+        self._node.say(f"standby {slot.id} is ended: {why}")
+        proc.kill_group(slot.pid)
+
     def promoted(self, slot: Slot, roster: Roster) -> None:
         """A standby has become a rank: its output goes on under the rank's name (an open file follows a rename)."""
         folder = self._node.log_dir(roster.attempt)
@@ -278,10 +285,12 @@ class Programs:
         how = f"signal {number}" if number else f"code {code}"
         last = tail_lines(slot.err, 1)
         why = f"ended with {how}" + (f": {last[0]}" if last else "")
-        self._node.report(StandbyGone, slot=slot.id, why="ended by the agent" if slot.doomed else why)
+        if slot.doomed:
+            why = f"ended by the agent: {slot.why_ended}" if slot.why_ended else "ended by the agent"
+        self._node.report(StandbyGone, slot=slot.id, why=why)
         if slot.parked:
             self._failures = 0
-        elif not slot.doomed:
+        elif not slot.doomed or slot.why_ended:
             self._standby_failed(f"{slot.id} {why}; its output is in {slot.err}")
 
     def _standby_failed(self, why: str) -> None:

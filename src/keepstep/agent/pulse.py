@@ -1,7 +1,7 @@
 """Looks at every rank many times a second: kernel state and heartbeat memory, and says so when one stops moving.
 
 Costs the trainer nothing: it reads a page of shared memory and ``/proc/<pid>/stat``. Says where a rank stands, never
-who is guilty.
+who is guilty. Standbys are looked at, too: one that cannot take a seat must not be counted on.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from keepstep.agent import proc
 from keepstep.agent.beats import Beat, phase_of
-from keepstep.agent.limits import KEPT_STEPS, frozen_limit_s, stall_limit_s
+from keepstep.agent.limits import AGENT_GAP_S, KEPT_STEPS, PARKED_SILENT_S, frozen_limit_s, stall_limit_s
 from keepstep.agent.node import Node
 from keepstep.agent.slots import Slot
 from keepstep.model.beat import Phase, Word
@@ -36,6 +37,8 @@ class _Watched:
     commit_ns: int = 0
     epoch: int = 0
     beat_ns: int = 0
+    beat_seen: float = 0.0
+    """When a standby's beat last changed, counting only the time in which we looked."""
     stalled: bool = False
     state: str = "R"
     state_since: float = 0.0
@@ -50,6 +53,7 @@ class Pulse:
         self._node = node
         self._watched: dict[str, _Watched] = {}
         self.on_frozen: OnFrozen = lambda cause, /, *, trained: None
+        self.on_dead_standby: Callable[[Slot, str], None] = lambda slot, why: None
 
     async def run(self) -> None:
         interval = self._node.config.monitor_interval_s
@@ -68,14 +72,16 @@ class Pulse:
                     self._node.say(f"internal error while looking at the ranks: {said}")
 
     def look(self, now: float) -> None:
-        """One look at every worker."""
-        slots = {s.id: s for s in self._node.table.workers() if s.pid and not s.doomed}
+        """One look at every worker and standby."""
+        slots = {s.id: s for s in self._node.table if s.is_program and s.pid and not s.doomed}
         for gone in [name for name in self._watched if name not in slots]:
             self._watched.pop(gone).beat.close()
         for name, slot in slots.items():
             if name not in self._watched:
                 with contextlib.suppress(OSError, ValueError):
-                    self._watched[name] = _Watched(Beat(self._node.dir, slot.id), state_since=now, looked_at=now)
+                    self._watched[name] = _Watched(
+                        Beat(self._node.dir, slot.id), state_since=now, looked_at=now, beat_seen=now
+                    )
             if name in self._watched:
                 self._look_at(slot, self._watched[name], now)
 
@@ -85,12 +91,33 @@ class Pulse:
             return
         words = seen.beat.read()
         phase = phase_of(words) if words else Phase.STARTING
+        if slot.role == "standby":
+            self._look_at_standby(slot, seen, stat.state, words, now)
+            return
         if now > seen.looked_at:
             seen.busy = (stat.cpu_ticks - seen.cpu_ticks) / proc.TICKS_PER_S / (now - seen.looked_at)
         seen.cpu_ticks, seen.looked_at = stat.cpu_ticks, now
         self._look_at_state(slot, seen, stat.state, phase, now)
         if words is not None:
             self._look_at_beat(slot, seen, words, phase)
+
+    def _look_at_standby(
+        self, slot: Slot, seen: _Watched, state: str, words: tuple[int, ...] | None, now: float
+    ) -> None:
+        if state != seen.state:
+            seen.state, seen.state_since = state, now
+        beat_ns = words[Word.BEAT_NS] if words else 0
+        if beat_ns != seen.beat_ns or now - seen.looked_at > AGENT_GAP_S:
+            # Where we have not looked for a while, we were stopped ourselves, and perhaps it was, too.
+            seen.beat_ns, seen.beat_seen = beat_ns, now
+        seen.looked_at = now
+        phase = Phase.PARKED if slot.parked else Phase.SETUP
+        limit = frozen_limit_s(state, phase, self._node.config.frozen_s, self._node.hang)
+        held, silent = now - seen.state_since, now - seen.beat_seen
+        if limit is not None and held >= limit:
+            self.on_dead_standby(slot, f"in state {state} for {held:.1f} s")
+        elif slot.parked and words and phase_of(words) is Phase.PARKED and silent >= PARKED_SILENT_S:
+            self.on_dead_standby(slot, f"no sign of life for {silent:.0f} s")
 
     def _look_at_state(self, slot: Slot, seen: _Watched, state: str, phase: Phase, now: float) -> None:
         if state != seen.state:

@@ -49,6 +49,8 @@ class Slot(Struct, kw_only=True):
     done: bool = False
     doomed: bool = False
     """The agent itself ended it: its exit is no new fault."""
+    why_ended: str = ""
+    """Why the agent ended it, where that is a fault of the process."""
     failure: UserError | None = None
 
     @property

@@ -95,11 +95,16 @@ class Control:
             self.done = self.pending is None
             return self.done
 
-    def wait(self, limit_s: float | None) -> bool:
-        """Wait until a newer seat is there; false after ``limit_s``, or when no agent can be expected any more."""
+    def wait(self, limit_s: float | None, alive: Callable[[], None] = lambda: None) -> bool:
+        """Wait until a newer seat is there; false after ``limit_s``, or when no agent can be expected any more.
+
+        Args:
+            alive: called about once a second meanwhile.
+        """
         deadline = None if limit_s is None else time.monotonic() + limit_s
         with self._lock:
             while self.pending is None and self.refused is None:
+                alive()
                 now = time.monotonic()
                 if deadline is not None and now >= deadline:
                     return False

@@ -156,9 +156,10 @@ def join(version: str, timeout: timedelta | None) -> Session:
     slot = _need(env.SLOT)
     beat = Beat(node_dir / env.BEAT_DIR / slot)
     control = Control(node_dir / env.AGENT_SOCKET, slot, version, GROUPS.abort)
-    beat.phase(Phase.PARKED if os.environ.get(env.ROLE) == "standby" else Phase.STARTING)
+    waiting = Phase.PARKED if os.environ.get(env.ROLE) == "standby" else Phase.STARTING
+    beat.phase(waiting)
     control.start()
-    taken = _wait_for_seat(control)
+    taken = _wait_for_seat(control, lambda: beat.phase(waiting))
     roster = taken.roster
     seat = roster.seat_of(taken.rank)
     if seat is None:
@@ -174,8 +175,8 @@ def join(version: str, timeout: timedelta | None) -> Session:
     return session
 
 
-def _wait_for_seat(control: Control) -> TakeSeat:
-    control.wait(None)
+def _wait_for_seat(control: Control, alive: Callable[[], None]) -> TakeSeat:
+    control.wait(None, alive)
     if control.refused is not None:
         raise SystemExit(control.refused.code or exits.BAD_CONFIG)
     taken = control.take(_no_aborts)

@@ -44,3 +44,13 @@ def test_an_epoch_announced_before_the_end_is_entered_and_one_after_it_is_answer
     [answer] = control._queue
     assert isinstance(answer, WorkerCannotResume)
     assert (answer.epoch >> 16, len(aborted)) == (3, 2)
+
+
+def test_a_process_that_waits_for_its_seat_shows_signs_of_life(tmp_path: Path) -> None:
+    """Once per turn of the wait, about once a second: the agent takes a standby without any for dead."""
+    control = Control(tmp_path / "agent.sock", "s", "test", lambda why: None)
+    signs: list[int] = []
+    assert not control.wait(0.0, lambda: signs.append(1))
+    assert signs
+    assert not control.wait(1.2, lambda: signs.append(1))
+    assert len(signs) >= 3
