@@ -366,7 +366,7 @@ def test_two_nodes_agree_on_a_deputy(tmp_path: Path) -> None:
 
 
 def test_standbys_that_never_park_are_given_up(node_dir: Path, tmp_path: Path) -> None:
-    """A script that runs past keepstep.init (or crashes before) is not started over and over."""
+    """A script that crashes before keepstep.init is not started over and over; a new order is a new reason to try."""
 
     async def story() -> None:
         script = tmp_path / "bad.py"
@@ -381,9 +381,33 @@ def test_standbys_that_never_park_are_given_up(node_dir: Path, tmp_path: Path) -
             await until(lambda: "no more standbys" in agent.log)
             assert len(controller.all(StandbyGone)) == 3
             assert "ImportError" in controller.all(StandbyGone)[0].why
+            controller.order(keep(1))
+            await until(lambda: agent.log.count("no more standbys") == 2)
+            assert len(controller.all(StandbyGone)) == 6
+            assert "standbys are started here again: the controller orders them anew" in agent.log
         finally:
             await agent.stop()
             await controller.close()
+
+    run(story)
+
+
+def test_standbys_are_tried_again_after_a_newer_epoch_has_resumed(node_dir: Path, tmp_path: Path) -> None:
+    """Three did not park and the node gave up; the cause goes away, the next epoch resumes: a standby parks."""
+
+    async def story() -> None:
+        async with rig(node_dir, tmp_path) as (controller, [agent]):
+            await joined(controller)
+            await running(controller, roster_of("n0"), 2)
+            script = tmp_path / "worker.py"
+            script.write_text("raise ImportError('no such module')")
+            controller.order(keep(1))
+            await until(lambda: "no more standbys" in agent.log)
+            script.write_text(WORKER)
+            second = roster_of("n0", epoch=2, mode="in_process", slots={0: "r0e65536", 1: "r1e65536"})
+            await running(controller, second, 2)
+            await controller.wait(StandbyReady)
+            assert "standbys are started here again: epoch 2 has resumed" in agent.log
 
     run(story)
 

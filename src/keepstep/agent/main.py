@@ -71,7 +71,7 @@ class Agent:
         self.uplink.on_orders = self.supervisor.order
         self.supervisor.on_join = self.helpers.used
         self.supervisor.on_stop = self._stopped
-        self.workers.on_resumed = self.programs.refill_soon
+        self.workers.on_resumed = self.programs.resumed
         self.helpers.on_keeper_port = self.uplink.joined_again
         self.programs.on_fault = self.deputy.consider
         self.pulse.on_frozen = self.deputy.consider

@@ -22,12 +22,12 @@ from keepstep.agent.slots import Role, Slot
 from keepstep.agent.watch import Watch
 from keepstep.agent.zygote import cuda_visible
 from keepstep.model.facts import StandbyGone, UserError, WorkerExited
-from keepstep.model.ids import Rank, SlotId
+from keepstep.model.ids import Epoch, Rank, SlotId, show_epoch
 from keepstep.model.topology import Member, Roster
 
 STDERR_LINES = 20
 STANDBY_FAILURES = 3
-"""Standbys that end before they park, in a row, before this node stops trying."""
+"""Standbys that end before they park, in a row, before this node stops trying: until a new order, or a new epoch."""
 
 
 class OnFault(Protocol):
@@ -43,6 +43,7 @@ class Programs:
         self._changed = asyncio.Event()
         self._refill: asyncio.Task[None] | None = None
         self._failures = 0
+        self._resumed = node.resumed
         self._awaited: set[SlotId] = set()
         """Starts for whose outcome somebody here waits."""
         self.on_unstarted: Callable[[], None] = lambda: None
@@ -95,6 +96,21 @@ class Programs:
         }
         await self._start(slot, request)
         return slot
+
+    def forgive_standbys(self, why: str) -> None:
+        """What kept standbys from parking may be over: try again."""
+        if self._failures >= STANDBY_FAILURES:
+            self._node.say(f"standbys are started here again: {why}")
+        self._failures = 0
+        self.refill_soon()
+
+    def resumed(self, epoch: Epoch) -> None:
+        """A rank of this node holds its state in ``epoch``."""
+        if epoch > self._resumed:
+            self._resumed = epoch
+            self.forgive_standbys(f"epoch {show_epoch(epoch)} has resumed")
+        else:
+            self.refill_soon()
 
     def refill_soon(self) -> None:
         """Look whether standbys are missing; while an epoch recovers it has the first right to the CPU."""

@@ -76,7 +76,7 @@ class Supervisor:
                 self._finish(action, "")
             case KeepStandbys(count=count):
                 self._node.table.wanted_standbys = max(0, count)
-                self._programs.refill_soon()
+                self._programs.forgive_standbys("the controller orders them anew")
                 self._finish(action, "")
             case StopJob():
                 self._start_stop(action)

@@ -26,7 +26,7 @@ from keepstep.model.facts import (
     SdkAttached,
     StandbyReady,
 )
-from keepstep.model.ids import Rank, SlotId
+from keepstep.model.ids import Epoch, Rank, SlotId
 from keepstep.model.wire import (
     PROTOCOL,
     AgentToWorker,
@@ -58,7 +58,7 @@ class Workers:
         self._writers: dict[SlotId, asyncio.StreamWriter] = {}
         self._pids: dict[SlotId, int] = {}
         self._server: asyncio.Server | None = None
-        self.on_resumed: Callable[[], None] = lambda: None
+        self.on_resumed: Callable[[Epoch], None] = lambda epoch: None
         self.on_parked: Callable[[], None] = lambda: None
 
     async def open(self) -> None:
@@ -190,7 +190,7 @@ class Workers:
                     source=frame.source,
                     phases=frame.phases,
                 )
-                self.on_resumed()
+                self.on_resumed(frame.epoch)
             case WorkerAdvanced(epoch=epoch, step=step):
                 node.report(RankAdvanced, rank=rank, epoch=epoch, step=step)
             case WorkerDone(epoch=epoch, step=step):
