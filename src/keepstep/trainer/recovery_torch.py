@@ -71,7 +71,7 @@ class Restorer:
             self.agree_ms = (time.monotonic() - began) * 1e3
             if plan is None:
                 return Found(version=None, newest=0, source="initial", why=agree.explain(rows))
-            problem = self._restore(plan, roster, rank, holders)
+            problem = self._restore(plan, roster, rank, holders, dropped)
             if _everybody(problem is None):
                 self._snapshots.forget_after(plan.version)
                 return Found(version=plan.version, newest=plan.newest, source=plan.sources[rank])
@@ -83,7 +83,8 @@ class Restorer:
     # ---------------------------------------------------------------- what there is
 
     def _holdings(self, live: Version | None, holders: dict[Version, PeerClient], dropped: set[Version]) -> Holdings:
-        private = self._snapshots.private()
+        """Without what could not be restored in an earlier round: asking for it again would only use up the rounds."""
+        private = self._snapshots.private() - dropped
         clean = live if live is not None and self._state.clean and live in private else None
         return Holdings(
             live=clean,
@@ -132,7 +133,9 @@ class Restorer:
 
     # ---------------------------------------------------------------- putting it back
 
-    def _restore(self, plan: Plan, roster: Roster, rank: int, holders: dict[Version, PeerClient]) -> str | None:
+    def _restore(
+        self, plan: Plan, roster: Roster, rank: int, holders: dict[Version, PeerClient], dropped: set[Version]
+    ) -> str | None:
         """Returns what went wrong on this rank, if anything; takes part in the replica broadcast in any case."""
         source, version, problem = plan.sources[rank], plan.version, None
         try:
@@ -143,10 +146,10 @@ class Restorer:
         except (CheckpointError, StateMismatch, KeyError, OSError) as error:
             problem = f"step {version.step} could not be restored ({source}): {error}"
         if plan.root >= 0 and _everybody(problem is None):
-            self._share(plan, rank)
+            self._share(plan, rank, dropped)
         return problem
 
-    def _share(self, plan: Plan, rank: int) -> None:
+    def _share(self, plan: Plan, rank: int, dropped: set[Version]) -> None:
         """The root hands its parameters and optimizer state to the ranks that have none."""
         root, receives = plan.root, plan.sources[rank] == "replica"
         description: Description | None = None
@@ -167,12 +170,14 @@ class Restorer:
             if receives:
                 arrived[entry.name] = tensor
         if receives:
-            self._adopt(shared, arrived, plan.version)
+            self._adopt(shared, arrived, plan.version, dropped)
 
-    def _adopt(self, shared: Description, arrived: dict[str, torch.Tensor], version: Version) -> None:
+    def _adopt(
+        self, shared: Description, arrived: dict[str, torch.Tensor], version: Version, dropped: set[Version]
+    ) -> None:
         """Shards from the replica; buffers and random state from this rank's own private part where it survived."""
         self._state.put_shards(shared.tensors, lambda entry: arrived[entry.name], shared.plain)
-        if version in self._snapshots.private():
+        if version in self._snapshots.private() - dropped:
             self._snapshots.load(self._state, version, shards=False)
             return
         self._state.put_back(

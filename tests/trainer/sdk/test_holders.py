@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from keepstep.checkpoint.exceptions import PeerUnreachable
+from keepstep.checkpoint.exceptions import PeerUnreachable, SlotInvalid
 from keepstep.checkpoint.slot import Version
 from keepstep.model.ids import Epoch, JobId, NodeId, Rank, SlotId
 from keepstep.model.topology import Member, Place, Roster, buddies
@@ -82,3 +82,40 @@ def test_everybody_is_asked_where_the_named_ones_have_nothing(monkeypatch: pytes
     """A copy from an earlier placement is found wherever it is."""
     assert ask(monkeypatch, Local(), NodeId("n30"), {1040: 6}) == {6}
     assert Asked.ports[:2] == [1030, 1001]
+
+
+class Damaged:
+    """Snapshots of steps 6 and 7, of which 7 cannot be read; remembers what was tried."""
+
+    def __init__(self) -> None:
+        self.tried: list[int] = []
+
+    def full(self) -> tuple[Version, ...]:
+        return (Version(7, 1), Version(6, 1))
+
+    def private(self) -> frozenset[Version]:
+        return frozenset(self.full())
+
+    def load(self, state: Any, version: Version, *, shards: bool) -> None:
+        self.tried.append(version.step)
+        if version.step == 7:
+            raise SlotInvalid("rank0.1: damaged")
+
+    def forget_after(self, version: Version) -> None:
+        pass
+
+
+class Clean:
+    clean, replicated = True, False
+
+
+def test_a_survivor_whose_own_step_cannot_be_restored_does_not_offer_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is at step 7 but the private part of it is damaged: the second round goes on from step 6."""
+    monkeypatch.setattr(recovery_torch, "_everybody", lambda good: good)
+    snapshots: Any = Damaged()
+    state: Any = Clean()
+    restorer = Restorer(state, snapshots, "", Path(), lambda: False)
+    monkeypatch.setattr(restorer, "_exchange", lambda mine, world, rank: [mine])
+    found = restorer.meet(roster(None), 0, Version(7, 1), newcomer=False)
+    assert (found.version, found.source) == (Version(6, 1), "local")
+    assert snapshots.tried == [7, 6]
