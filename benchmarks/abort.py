@@ -39,7 +39,6 @@ class Child:
     def __init__(self, pid: int, sock: socket.socket, log: Path) -> None:
         self.pid, self.sock, self.log = pid, sock, log
         self.rank: int | None = None
-        self.trained = False
         self.rest = b""
         self.alive = True
 
@@ -129,10 +128,9 @@ class Job:
         for rank in range(self.world):
             child = self.fork()
             child.rank = rank
-            child.trained = True
             self.children[rank] = child
         for rank, child in self.children.items():
-            child.tell(rank=rank, epoch=self.epoch, port=port, newcomer=False, lead=0)
+            child.tell(rank=rank, epoch=self.epoch, port=port, newcomer=False)
 
     def park(self) -> None:
         while len(self.parked) < 2:
@@ -164,7 +162,6 @@ class Job:
         elif kind == "resumed":
             if message["epoch"] == self.epoch:
                 self.resumed.add(child.pid)
-                child.trained = True
                 self.resumed_ms.append(message["ms"])
                 self.footprints[child.pid].append(message)
                 for phase, ms in message["phases"].items():
@@ -195,16 +192,14 @@ class Job:
         self.epoch += 1
         self.free, self.resumed = set(), set()
         port = self.new_store()
-        # Somebody who has been in the training: one that a second fault struck in its set-up knows nothing yet.
-        lead = min(r for r, child in self.children.items() if r not in victims and child.trained)
         for rank in told:
-            self.children[rank].tell(epoch=self.epoch, port=port, lead=lead)
+            self.children[rank].tell(epoch=self.epoch, port=port)
         for rank in victims:
             child = self.parked.pop(0)
             child.rank = rank
             self.children[rank].end()
             self.children[rank] = child
-            child.tell(rank=rank, epoch=self.epoch, port=port, newcomer=True, lead=lead)
+            child.tell(rank=rank, epoch=self.epoch, port=port, newcomer=True)
 
     def strike(self, fault: str, victim: int, luck: random.Random) -> int:
         """One fault and the recovery from it; returns how many processes were killed."""

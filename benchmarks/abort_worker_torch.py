@@ -30,7 +30,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from keepstep.trainer.exceptions import GroupsAborted
-from keepstep.trainer.frameworks_torch import adopt_ddp_layout, ddp_layout, reset_after_abort
+from keepstep.trainer.frameworks_torch import (
+    DdpLayout,
+    adopt_ddp_layout,
+    arrange_ddp_buckets,
+    ddp_layout,
+    reset_after_abort,
+)
 from keepstep.trainer.groups_torch import GROUPS
 from keepstep.trainer.store_torch import dial
 
@@ -38,7 +44,6 @@ MODES = ("ar", "ddp", "fsdp2", "hsdp")
 WIDTH, LAYERS, BATCH = 96, 4, 8
 REBUILD_LIMIT_S = 30.0
 ORDER_LIMIT_S = 30.0
-LAYOUT_LIMIT_S = 20.0
 
 
 def warm() -> None:
@@ -104,7 +109,8 @@ class Worker:
         self.announced = 0.0
         self.rank, self.epoch = -1, 0
         self.step: int | None = None  # a newcomer has none until it has met the others
-        self.saved: dict[int, list[Tensor]] = {}
+        self.layout: DdpLayout = ()
+        self.saved: dict[int, tuple[list[Tensor], DdpLayout]] = {}
 
     def say(self, kind: str, **values: Any) -> None:
         with self.lock:
@@ -140,6 +146,8 @@ class Worker:
             self.recover()
         else:
             self.epoch, self.step = seat["epoch"], 0
+            if isinstance(self.net, DDP):
+                self.layout = ddp_layout(self.net)
             self.save()
         self.train()
         self.say("done")
@@ -164,7 +172,6 @@ class Worker:
                 self.say("free", epoch=self.wanted(), ms=(time.monotonic() - self.announced) * 1e3)
                 self.recover()
                 continue
-            self.step = self.now() + 1
             self.save()
             self.say("step", step=self.step, epoch=self.epoch, loss=loss.hex())
 
@@ -180,6 +187,9 @@ class Worker:
         total = loss.detach().double().reshape(1)
         dist.all_reduce(total)  # the vote: nobody steps before all have their gradients
         self.optimizer.step()
+        if isinstance(self.net, DDP) and arrange_ddp_buckets(self.net):
+            self.layout = ddp_layout(self.net)
+        self.step = self.now() + 1
         return float(total)
 
     # ------------------------------------------------------------------ recovery
@@ -199,7 +209,6 @@ class Worker:
             began = time.monotonic()
             try:
                 reset_after_abort([self.net], [self.optimizer])
-                self.line_up(order)
                 phases = GROUPS.rebuild(
                     store_host="127.0.0.1",
                     store_port=order["port"],
@@ -225,23 +234,6 @@ class Worker:
             )
             return
 
-    def line_up(self, order: dict[str, Any]) -> None:
-        """Everybody takes the bucket order of the lowest survivor, told through the new store."""
-        if self.mode != "ddp":
-            return
-        store, key = client(order["port"]), f"layout/{order['epoch']}"
-        if self.rank == order["lead"]:
-            store.set(key, json.dumps(ddp_layout(self.net)))  # type: ignore[arg-type]
-            return
-        end = time.monotonic() + LAYOUT_LIMIT_S
-        while not store.check([key]):
-            if self.wanted() > order["epoch"]:
-                raise GroupsAborted("a newer epoch came while waiting for the bucket order")
-            if time.monotonic() > end:
-                raise TimeoutError(f"rank {order['lead']} has not told its bucket order")
-            time.sleep(0.002)
-        adopt_ddp_layout(self.net, json.loads(store.get(key)))  # type: ignore[arg-type]
-
     def meet(self) -> None:
         """The newest step that everybody has; then that step's state."""
         newest = max(self.stored(), default=-1) if self.step is None else self.step
@@ -249,8 +241,11 @@ class Worker:
         everyones = [torch.zeros_like(mine) for _ in range(self.world)]
         dist.all_gather(everyones, mine)
         step = min(int(theirs) for theirs in everyones)
+        tensors, self.layout = self.load(step)
+        if isinstance(self.net, DDP):
+            adopt_ddp_layout(self.net, self.layout)
         with torch.no_grad():
-            for live, saved in zip(self.tensors(), self.load(step), strict=True):
+            for live, saved in zip(self.tensors(), tensors, strict=True):
                 live.copy_(saved)
         self.step = step
         dist.barrier()
@@ -285,7 +280,7 @@ class Worker:
     def save(self) -> None:
         """Keep two versions in memory for a roll-back, and in files for whoever replaces this process."""
         step = self.now()
-        self.saved[step] = [t.clone() for t in self.tensors()]
+        self.saved[step] = [t.clone() for t in self.tensors()], self.layout
         self.saved = {s: t for s, t in self.saved.items() if s in (step - 1, step)}
         path = self.directory / f"r{self.rank}s{step}"
         torch.save(self.saved[step], path.with_suffix(".part"))
@@ -297,7 +292,7 @@ class Worker:
         for path in self.directory.glob(f"{prefix}*[0-9]"):
             yield int(path.name[len(prefix) :])
 
-    def load(self, step: int) -> list[Tensor]:
+    def load(self, step: int) -> tuple[list[Tensor], DdpLayout]:
         if step not in self.saved:
             loaded = torch.load(self.directory / f"r{self.rank}s{step}", weights_only=True)
             self.saved = {step: loaded}

@@ -2,7 +2,9 @@
 
 Both keep state across a step (buckets in flight, parameters half gathered) that an exception in mid-step leaves
 behind. DDP also arranges its buckets anew after its first step, in the order in which gradients became ready: a
-survivor has done that, a newcomer has not, and two ranks with different buckets would add up different things.
+survivor has done that, a newcomer has not, and two ranks with different buckets would add up different things. And
+since the arrangement decides the order of summation, it belongs to the state of a step like any tensor: save
+``ddp_layout`` with it (after ``arrange_ddp_buckets``) and ``adopt_ddp_layout`` when it is restored.
 """
 
 from __future__ import annotations
@@ -57,6 +59,21 @@ def ddp_layout(ddp: DDP) -> DdpLayout:
         raise _unknown("DDP", "Reducer._get_zeros_like_grad_buckets") from error
     ordered = sorted(buckets, key=lambda bucket: int(bucket.index()))
     return tuple(tuple(names[id(parameter)] for parameter in bucket.parameters()) for bucket in ordered)
+
+
+def arrange_ddp_buckets(ddp: DDP) -> bool:
+    """Rearrange the buckets now if DDP is going to at its next forward pass; on all ranks together.
+
+    Called at the end of each step, before its state is saved, this makes the layout a part of that state: the first
+    step runs with the first arrangement and all later ones with the second, also when a step has to be repeated.
+
+    Returns:
+        True when the layout may have changed.
+    """
+    if not ddp.reducer._rebuild_buckets():
+        return False
+    ddp._has_rebuilt_buckets = True
+    return True
 
 
 def adopt_ddp_layout(ddp: DDP, layout: DdpLayout) -> bool:

@@ -26,7 +26,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from keepstep.trainer.exceptions import CommunicationAborted, GroupsAborted, GroupsUnsupported, RebuildTimeout
-from keepstep.trainer.frameworks_torch import adopt_ddp_layout, ddp_layout, reset_after_abort
+from keepstep.trainer.frameworks_torch import (
+    adopt_ddp_layout,
+    arrange_ddp_buckets,
+    ddp_layout,
+    reset_after_abort,
+)
 from keepstep.trainer.groups_torch import GROUPS
 
 LIMIT_S = 20.0
@@ -476,6 +481,11 @@ def layouts(conn: Connection, port: int) -> None:
             ddp(torch.ones(2, 32)).sum().backward()
     same = all(torch.equal(p.grad, q.grad) for p, q in zip(old.parameters(), new.parameters(), strict=True))  # type: ignore[arg-type]
     conn.send((same, ddp_layout(old) == ddp_layout(new) == wanted))
+    early = fresh()
+    first = ddp_layout(early)
+    early(torch.ones(2, 32)).sum().backward()
+    conn.send((arrange_ddp_buckets(early), ddp_layout(early) == wanted, arrange_ddp_buckets(early)))
+    conn.send((adopt_ddp_layout(early, first), ddp_layout(early) == first))
     odd = fresh()
     adopt_ddp_layout(odd, wanted[::-1])
     conn.send(ddp_layout(odd) == wanted[::-1])

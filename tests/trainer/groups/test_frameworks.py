@@ -27,6 +27,9 @@ def test_a_newcomer_takes_over_the_bucket_order(stage: Any) -> None:
     assert trained > 1
     assert member.hear() == (True, True, False)
     assert member.hear() == (True, True)
+    # At the end of its first step, what the next forward pass would do; and back again, for a repeated first step.
+    assert member.hear() == (True, True, False)
+    assert member.hear() == (True, True)
     assert member.hear()
     other, static = member.hear()
     assert "build the same model on every rank" in other
