@@ -129,3 +129,27 @@ def test_ends_of_users_orphans_are_not_taken_for_those_of_later_programs(node_di
     assert shim._strays == {4711: 0}, "b may be 4711"
     shim._from_zygote({"ev": "spawned", "id": "b", "pid": 4712})
     assert shim._strays == {}
+
+
+STALE = """
+import os, pathlib, subprocess, sys
+from keepstep.agent.shim import Shim
+
+shim = Shim(pathlib.Path(sys.argv[1]), warm="none", orphan_grace_s=60)
+child = subprocess.Popen(["true"])
+os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+shim._zygote_pid = child.pid
+shim._reap()
+signalled = []
+os.kill = lambda pid, number: signalled.append(pid)
+shim._end_all()
+print(signalled)
+"""
+
+
+def test_number_of_a_collected_fork_server_is_not_signalled(tmp_path: Path) -> None:
+    """Once it is collected its number may belong to anybody: the end of the shim leaves it alone, and number 0, too."""
+    done = subprocess.run(
+        [sys.executable, "-c", STALE, str(tmp_path)], capture_output=True, text=True, check=True, timeout=30
+    )
+    assert done.stdout.strip() == "[]"

@@ -72,6 +72,7 @@ class Shim:
         self._agent: _Peer | None = None
         self._zygote: _Peer | None = None
         self._zygote_pid = 0
+        """0 while there is none that has not been collected."""
         self._zygote_starts = 0
         self._warm = False
         self._lonely_since = time.monotonic()
@@ -348,7 +349,9 @@ class Shim:
             _, status = os.waitpid(pid, 0)
             if pid in self._names:
                 self._ended(pid, status)
-            elif pid != self._zygote_pid and self._in_zygote:
+            elif pid == self._zygote_pid:
+                self._zygote_pid = 0  # from now on the number may be anybody's
+            elif self._in_zygote:
                 self._strays[pid] = status
 
     def _ended(self, pid: int, status: int) -> None:
@@ -365,9 +368,10 @@ class Shim:
             proc.kill_group(pid)
         if self._zygote is not None:
             self._zygote.sock.close()
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(self._zygote_pid, signal.SIGKILL)
-            os.waitpid(self._zygote_pid, 0)
+        if self._zygote_pid:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self._zygote_pid, signal.SIGKILL)
+                os.waitpid(self._zygote_pid, 0)
         if self._in_zygote:
             # One of them may have been forked and not yet announced: nobody would know of it.
             self._kill_unknown_children()
