@@ -78,6 +78,7 @@ def _common(config: AgentConfig, base: Mapping[str, str], slot: SlotId, error_fi
         names.NODE_DIR: config.node_dir,
         names.RUN_DIR: config.run_dir,
         names.TOKEN_FILE: config.token_file,
+        names.ORPHAN_GRACE: f"{config.orphan_grace_s:g}",
         names.CONTROLLER: f"{config.controller_host}:{config.controller_port}",
     }
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

@@ -17,6 +17,8 @@ RUN_DIR = "KEEPSTEP_RUN_DIR"
 """Directory of the job on disk: log, losses, exit.json, per-rank output."""
 TOKEN_FILE = "KEEPSTEP_TOKEN_FILE"
 CONTROLLER = "KEEPSTEP_CONTROLLER"
+ORPHAN_GRACE = "KEEPSTEP_ORPHAN_GRACE_S"
+"""How long the shim waits for an agent; a worker that has lost launcher, agent and shim ends after twice as long."""
 STATE_DIR = "KEEPSTEP_STATE_DIR"
 RUNTIME_DIR = "KEEPSTEP_RUNTIME_DIR"
 

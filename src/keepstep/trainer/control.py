@@ -33,6 +33,7 @@ from keepstep.model.wire import (
     WorkerHello,
     pack,
 )
+from keepstep.trainer.orphan import Orphan
 
 RETRY_FIRST_S, RETRY_LAST_S = 0.02, 1.0
 QUEUE_LIMIT = 256
@@ -40,15 +41,26 @@ QUEUE_LIMIT = 256
 ORPHAN_S = 120.0
 """A process that waits for a rank and has had no agent for this long ends by itself."""
 
+ORPHAN_CODE = 1
+
 
 class Control:
     """One connection to the agent, kept alive by a daemon thread.
 
     Args:
         abort: called with a reason, from the control thread, when a newer epoch is announced.
+        orphan: says when nobody is left who would end this process; it then ends itself.
     """
 
-    def __init__(self, socket_path: Path, slot: str, version: str, abort: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        socket_path: Path,
+        slot: str,
+        version: str,
+        abort: Callable[[str], None],
+        orphan: Orphan | None = None,
+    ) -> None:
+        self._orphan = orphan
         self._path, self._slot, self._version, self._abort = socket_path, slot, version, abort
         self._lock = threading.RLock()
         self._news = threading.Condition(self._lock)
@@ -139,14 +151,28 @@ class Control:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
                     sock.connect(str(self._path))
                     pause = RETRY_FIRST_S
+                    with self._lock:
+                        self._last_contact = time.monotonic()
                     self._talk(sock)
             except OSError:
-                pass  # the agent is being restarted
+                self._end_if_orphaned()  # else: the agent is being restarted
             except FrameError as error:
                 print(f"keepstep: the agent at {self._path} speaks nonsense: {error}", file=sys.stderr, flush=True)
             if self.refused is None:
                 time.sleep(pause)
                 pause = min(pause * 2, RETRY_LAST_S)
+
+    def _end_if_orphaned(self) -> None:
+        """From this thread, at once: the main thread may wait for ranks that have ended in the same way."""
+        silent_s = time.monotonic() - self._last_contact
+        if self._orphan is not None and self._orphan.is_one(silent_s):
+            print(
+                f"keepstep: launcher, agent and process parent are gone, and none has come back within "
+                f"{self._orphan.limit_s:g} s; this process ends",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(ORPHAN_CODE)
 
     def _talk(self, sock: socket.socket) -> None:
         unpacker: Unpacker[AgentToWorker] = Unpacker(AgentToWorker)

@@ -24,6 +24,7 @@ from keepstep.trainer.exceptions import CannotResume
 from keepstep.trainer.groups_torch import GROUPS, Groups
 from keepstep.trainer.join_torch import Identity, join_roster
 from keepstep.trainer.losses import LossFile
+from keepstep.trainer.orphan import DEFAULT_GRACE_S, Orphan
 from keepstep.trainer.snapshots_torch import Snapshots
 from keepstep.trainer.state_torch import State
 from keepstep.trainer.steps import describe_error
@@ -155,7 +156,9 @@ def join(version: str, timeout: timedelta | None) -> Session:
     node_dir, run_dir = Path(_need(env.NODE_DIR)), Path(_need(env.RUN_DIR))
     slot = _need(env.SLOT)
     beat = Beat(node_dir / env.BEAT_DIR / slot)
-    control = Control(node_dir / env.AGENT_SOCKET, slot, version, GROUPS.abort)
+    grace_s = float(os.environ.get(env.ORPHAN_GRACE, DEFAULT_GRACE_S))
+    orphan = Orphan(node_dir / env.SHIM_SOCKET, grace_s)
+    control = Control(node_dir / env.AGENT_SOCKET, slot, version, GROUPS.abort, orphan)
     waiting = Phase.PARKED if os.environ.get(env.ROLE) == "standby" else Phase.STARTING
     beat.phase(waiting)
     control.start()
