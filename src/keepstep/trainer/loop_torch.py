@@ -53,6 +53,16 @@ FAREWELL_S = 1.0
 """How long the word that the loop is complete may take to leave; the script may end right after it."""
 
 
+def needs_replica(snapshot_every: int, replicated: bool) -> bool:
+    """Whether a step must wait until the step before it is safe on another node.
+
+    Replicated parameters could be had from any rank, but the buffers and random state of a rank whose node is lost are
+    nowhere else: with a copy that lags, the job would go on with other numbers. Where replicated state is copied only
+    every few steps that is so by choice, and waiting would bring nothing.
+    """
+    return snapshot_every == 1 or (snapshot_every > 0 and not replicated)
+
+
 class Loop:
     """One ``ks.steps(total)`` under an agent."""
 
@@ -63,6 +73,7 @@ class Loop:
         """Steps committed."""
         self._live: Version | None = None
         self._advance_due = False
+        self._gated = False
         self._gap_said = False
         self._gap_until = 0.0
         self._restorer = Restorer(
@@ -143,7 +154,7 @@ class Loop:
         session = self._s
         session.groups.mark()
         session.beat.phase(Phase.STEP)
-        if session.cuda:
+        if self._gated and session.cuda:
             self._await_replica()
 
     def commit(self, step: Step, loss: Any) -> None:
@@ -331,8 +342,8 @@ class Loop:
         self.done = found.version.step
         session.state.touched = False
         self._gap_until = 0.0
-        gated = session.has_buddy and roster.snapshot_every > 0 and not session.state.replicated
-        session.groups.before_reduce = self._await_replica if gated and not session.cuda else None
+        self._gated = needs_replica(roster.snapshot_every, session.state.replicated) and session.has_buddy
+        session.groups.before_reduce = self._await_replica if self._gated and not session.cuda else None
         session.beat.epoch(roster.epoch, self.done)
         session.control.send(
             WorkerResumed(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from keepstep.trainer import loop_torch
-from keepstep.trainer.loop_torch import REPLICA_AGAIN_S, REPLICA_WAIT_S, Loop
+from keepstep.trainer.loop_torch import REPLICA_AGAIN_S, REPLICA_WAIT_S, Loop, needs_replica
 
 
 class Clock:
@@ -55,3 +55,13 @@ def test_a_buddy_that_is_away_costs_one_wait_and_not_one_per_step(
     safe = False
     assert waited() >= REPLICA_WAIT_S
     assert capsys.readouterr().err.count("no copy on another node") == 1
+
+
+@pytest.mark.parametrize(
+    ("snapshot_every", "replicated", "waits"),
+    [(1, False, True), (1, True, True), (4, False, True), (4, True, False), (0, False, False), (0, True, False)],
+)
+def test_plain_ddp_waits_for_its_copy_as_well(snapshot_every: int, replicated: bool, waits: bool) -> None:
+    """The random state of a rank on a lost node is nowhere but in its copy: a copy that lags by two steps would let
+    replicated state go on with other dropout masks, and the losses would differ from then on."""
+    assert needs_replica(snapshot_every, replicated) is waits
