@@ -16,6 +16,7 @@ import msgspec
 import keepstep
 from keepstep.cli import dirs, doctor
 from keepstep.cli.errors import DoorError, NotFound
+from keepstep.cli.local import add_local
 from keepstep.cli.render import Column, check_form, fold_nodes, paint, show
 from keepstep.cli.source import Source, find, of_run
 from keepstep.cli.where import Where
@@ -52,6 +53,7 @@ NODE_COLUMNS = (
 RANK_COLUMNS = (
     Column("RANK", "rank"),
     Column("NODE", "node"),
+    Column("PID", "pid"),
     Column("STEP", "step"),
     Column("SLOT", "slot", wide=True),
     Column("LOCAL", "local_rank", wide=True),
@@ -83,14 +85,18 @@ def show_status(where: Where, job: str, output: str) -> int:
     answer["live"] = source.live
     rows = [row for row in answer["jobs"] if not job or source.run_dir is not None or row["job"].startswith(job)]
     show(answer, rows, JOB_COLUMNS, form)
+    people = form in ("table", "wide") and sys.stdout.isatty()
+    full = {}
+    for row in rows if people or source.run_dir is not None else ():
+        full[row["job"]] = add_local(source, source.job(row["job"]))
+        row["step"] = full[row["job"]]["step"]
     trouble = answer.get("controller", {}).get("why")
     if trouble:
         hint(f"the controller is not deciding: {trouble}")
-    if form in ("table", "wide") and sys.stdout.isatty():
+    if people:
         for row in rows:
-            full = source.job(row["job"])
             print()
-            show(full, fold_rows(full["nodes"]), NODE_COLUMNS, form)
+            show(answer, fold_rows(full[row["job"]]["nodes"]), NODE_COLUMNS, form)
             if row["incident_open"]:
                 print()
                 print("\n".join(block(source, row["incident_open"], timeline=False)))
@@ -149,7 +155,7 @@ def _row_of_exit(run_dir: Path, why: str) -> dict[str, Any]:
 def show_job(where: Where, job: str, output: str) -> int:
     form = check_form(output)
     source = find(where, job)
-    answer = source.job(job_name(source, job))
+    answer = add_local(source, source.job(job_name(source, job)))
     if form in ("table", "wide") and sys.stdout.isatty():
         show(answer, [answer], JOB_COLUMNS, form)
         for rows, columns in (
