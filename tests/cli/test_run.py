@@ -165,6 +165,14 @@ class TestAfterTheJob:
         assert "NOT watched" in done.stderr
         assert "keepstep status" in done.stderr
 
+    def test_the_last_lines_say_why(self, failed: Failed) -> None:
+        """Whoever only has the terminal reads the code, the reason and the next command, after all output."""
+        _, done = failed
+        last, way_on = done.stderr.splitlines()[-2:]
+        assert last.startswith("keepstep: sad ended with exit code 7: ")
+        assert "rank 1" in last
+        assert "`keepstep incident sad-i1`" in way_on
+
     def test_json_answers_carry_their_schema(self, failed: Failed) -> None:
         """Every reading command, offline, in JSON: schema, and the values that matter."""
         machine, _ = failed
@@ -173,7 +181,7 @@ class TestAfterTheJob:
         assert (row["job"], row["state"], row["exit_code"], row["live"]) == ("sad", "FAILED", 7, False)
         job = machine.answer("job", "sa")
         assert job["schema"] == "keepstep.v1/Job"
-        assert [rank["rank"] for rank in job["ranks"]] == [0, 1]
+        assert [(rank["rank"], rank["pid"]) for rank in job["ranks"]] == [(0, None), (1, None)]
         (incident,) = machine.answer("incidents")["incidents"]
         assert (incident["id"], incident["category"], incident["ranks"]) == ("sad-i1", "user_code", "1")
         full = machine.answer("incident", "i1")
@@ -232,6 +240,7 @@ class TestWhileItRuns:
         launcher = self.running(machine)
         rank = int((machine.root / "rank0").read_text())
         assert machine.answer("status")["live"] is True
+        assert [row["pid"] for row in machine.answer("job")["ranks"]] == [rank]
         agent, controller = machine.pid_of("keepstep.agent.main"), machine.pid_of("keepstep.controlplane.main")
         os.kill(agent, signal.SIGKILL)
         os.kill(controller, signal.SIGKILL)
@@ -346,9 +355,10 @@ class TestRefused:
             )
 
     def test_directories_that_cannot_be(self, machine: Machine) -> None:
-        """A runtime directory whose sockets would be too long, and a state directory below a file."""
+        """A runtime directory whose sockets would be too long; a state and a log directory below a file."""
         self.refused(machine, 66, "too long", "fails.py", KEEPSTEP_RUNTIME_DIR=f"/tmp/{'x' * 100}")
         self.refused(machine, 66, "cannot be made", "--state-dir", str(machine.root / "fails.py/state"), "fails.py")
+        self.refused(machine, 66, "--log-dir", "--log-dir", str(machine.root / "fails.py/logs"), "fails.py")
 
     def test_no_space(self, machine: Machine) -> None:
         """A full memory-backed directory is refused with the number of free bytes."""

@@ -7,9 +7,11 @@ training needs: when it is killed, agent and controller see its end and leave in
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -51,7 +53,10 @@ def run(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
             return home
         announce(plan, home, checked.nproc)
         try:
-            return Watch(plan, home, signals).until_the_end()
+            code = Watch(plan, home, signals).until_the_end()
+            if code:
+                explain(home, code)
+            return code
         finally:
             leave(home, signals)
 
@@ -179,6 +184,17 @@ class Watch:
                 "node": self.home.node,
             }
             dirs.write_atomically(path, msgspec.json.encode(said))
+
+
+def explain(home: Home, code: int) -> None:
+    """The last line: a job that failed says why, and where to read on. The agent has written it to exit.json."""
+    said: dict[str, Any] = {}
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        said = msgspec.json.decode((home.run_dir / "exit.json").read_bytes(), type=dict[str, Any])
+    why = f": {said['why']}" if said.get("code") == code and said.get("why") else ""
+    say(f"{home.job} ended with exit code {code}{why}")
+    if why and said.get("incident"):
+        say(f"next: `keepstep incident {said['incident']}`, or `keepstep logs {home.job} --first-error`")
 
 
 def leave(home: Home, signals: Signals) -> None:

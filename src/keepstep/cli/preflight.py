@@ -45,7 +45,7 @@ class Checked(Struct, frozen=True, kw_only=True):
 
 
 def check(plan: Plan, environ: Mapping[str, str] | None = None) -> Checked:
-    """Look at everything that can be looked at without changing anything.
+    """Look at everything that can be looked at without changing anything (but for making --log-dir).
 
     Raises:
         PreflightError: with the first thing that cannot work.
@@ -63,6 +63,7 @@ def check(plan: Plan, environ: Mapping[str, str] | None = None) -> Checked:
         )
     root, remarks = check_runtime(dirs.runtime_root(environ), plan)
     check_state(dirs.state_dir(plan.state_dir, environ))
+    check_log_dir(plan.log_dir)
     own = net.resolve(plan.local_addr, 0) if plan.local_addr else _own(address, local, plan)
     return Checked(nproc=nproc, address=address, local=local, own=own, root=root, remarks=remarks)
 
@@ -189,6 +190,21 @@ def check_state(state: Path) -> None:
         raise PreflightError(
             f"no space in the state directory {state}", help=f"free some (`df -h {base}`), or set --state-dir"
         )
+
+
+def check_log_dir(given: str | None) -> None:
+    """The ranks' output can be written. The directory is made here, as only that tells for sure."""
+    if given is None:
+        return
+    path = Path(given).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        usable = os.access(path, os.W_OK | os.X_OK)
+        why = "" if usable else ": Permission denied"
+    except OSError as error:
+        usable, why = False, f": {error.strerror}"
+    if not usable:
+        raise PreflightError(f"--log-dir {given} cannot be made or written{why}", help="set --log-dir to one of yours")
 
 
 def _nearest(path: Path) -> Path:
