@@ -316,17 +316,20 @@ def test_frozen_process_is_named_and_can_be_killed(node_dir: Path, tmp_path: Pat
 
 
 def test_signal_ends_the_node_in_good_order(node_dir: Path, tmp_path: Path) -> None:
-    """SIGTERM: AgentLeft is told, workers get SIGTERM, nothing is left, code 143."""
+    """SIGTERM: AgentLeft is told, workers get SIGTERM, nothing is left, code 143, and no rank is blamed for it."""
 
     async def story() -> None:
         async with rig(node_dir, tmp_path) as (controller, agent):
             await joined(controller)
             controller.order(join(roster_of("n0")))
             await started(agent, 0, 1)
+            os.kill(agent.pid_of("r0e65536"), signal.SIGKILL)
+            await controller.wait(WorkerExited)
             os.kill(agent.pid, signal.SIGTERM)
             assert await agent.ended() == 143
             assert (await controller.wait(AgentLeft)).why == "stopped by SIGTERM"
-            assert {f.signal for f in controller.all(WorkerExited)} == {15}
+            assert {f.signal for f in controller.all(WorkerExited)} == {9, 15}
+            assert json.loads((agent.run_dir / "exit.json").read_text())["culprit"] is None
             assert not node_dir.exists()
 
     run(story)

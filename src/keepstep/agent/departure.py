@@ -55,7 +55,8 @@ def write_exit(node: Node, departure: Departure, fault: WorkerExited | None) -> 
         "incident": departure.incident,
         "last_step": departure.last_step,
         "node": node.id,
-        "culprit": _culprit(node, fault) if departure.code else None,
+        # A job that was stopped on request has none, even if an earlier fault was recovered from.
+        "culprit": _culprit(node, fault) if departure.code and departure.category != "none" else None,
     }
     try:
         write_atomic(path, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n", durable=True)

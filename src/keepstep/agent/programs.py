@@ -284,7 +284,10 @@ class Programs:
         self._node.table.remove(slot.id)
         self._changed.set()
         if fact is not None and code != 0 and not slot.doomed:
-            self._node.table.first_fault = self._node.table.first_fault or fact
+            # A fault that a newer epoch has got over is not what ends the job later on.
+            known = self._node.table.first_fault
+            over = known is not None and known.epoch < self._node.resumed
+            self._node.table.first_fault = fact if known is None or over else known
             self.on_fault(fact, trained=slot.resumed > 0)
         elif not slot.is_program:
             self.on_helper_gone(slot)
