@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from keepstep.cli import show
 from keepstep.cli.local import add_local
+from keepstep.cli.where import Where
 from keepstep.model import env
 from keepstep.model.beat import LAYOUT, WORDS, Word
 
@@ -26,6 +28,12 @@ class Run:
         (self.node_dir / env.BEAT_DIR).mkdir(parents=True)
         (root / "run/nodes").mkdir(parents=True)
         (root / "run/nodes/a.json").write_text(json.dumps({"node": "a", "node_dir": str(self.node_dir)}))
+
+    def status(self) -> dict[str, Any]:
+        return {"jobs": [{"job": "j", "step": 1, "incident_open": None}]}
+
+    def job(self, job: str) -> dict[str, Any]:
+        return answer("a")
 
     def slot(self, name: str, pid: int, start: int) -> None:
         (self.node_dir / "slots.json").write_text(json.dumps({"slots": {name: {"pid": pid, "start": start}}}))
@@ -78,3 +86,13 @@ def test_nothing_here_changes_nothing(run: Run) -> None:
     assert add_local(run, answer("a"))["step"] == 1  # type: ignore[arg-type]
     run.run_dir = None
     assert add_local(run, answer("a"))["ranks"][0]["pid"] is None  # type: ignore[arg-type]
+
+
+def test_status_shows_the_present_step(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The controller last heard of step 1; what is printed is the step of this moment."""
+    run.beat("r0e1", 40)
+    monkeypatch.setattr(show, "find", lambda *_: run)
+    assert show.show_status(Where(), "", "json") == 0
+    assert json.loads(capsys.readouterr().out)["jobs"][0]["step"] == 40

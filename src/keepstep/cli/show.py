@@ -84,12 +84,12 @@ def show_status(where: Where, job: str, output: str) -> int:
     answer = source.status()
     answer["live"] = source.live
     rows = [row for row in answer["jobs"] if not job or source.run_dir is not None or row["job"].startswith(job)]
-    show(answer, rows, JOB_COLUMNS, form)
     people = form in ("table", "wide") and sys.stdout.isatty()
     full = {}
     for row in rows if people or source.run_dir is not None else ():
         full[row["job"]] = add_local(source, source.job(row["job"]))
         row["step"] = full[row["job"]]["step"]
+    show(answer, rows, JOB_COLUMNS, form)
     trouble = answer.get("controller", {}).get("why")
     if trouble:
         hint(f"the controller is not deciding: {trouble}")
