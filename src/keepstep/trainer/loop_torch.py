@@ -165,8 +165,10 @@ class Loop:
         self.done = step.index + 1
         self._live = Version(self.done, epoch)
         session.state.touched = False
-        self._save(self._live)
+        # In this order: a process killed in between leaves a second, equal line when the step is done again. The other
+        # way round its successor would go on behind a step whose loss nobody has written.
         session.losses.write(step.index, epoch, session.readable(loss))
+        self._save(self._live)
         session.beat.commit(self.done)
         if problem is not None:
             step.committed = True
