@@ -164,7 +164,7 @@ def soak(home: Path, minutes: float, seed: int, no_flaps: str) -> dict[str, obje
         "log_folds_equal": folds,
         "facts_failed": sum(nemesis.facts_failed.values()),
         "nodes_retired": nemesis.retired,
-        "link_flap": f"not possible here: {no_flaps}" if no_flaps else "done",
+        "link_flap": f"not possible here: {no_flaps}" if no_flaps else f"{nemesis.pauses.drawn['link flap']} times",
         "given_up": given_up,
     }
 
