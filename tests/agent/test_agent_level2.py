@@ -43,13 +43,15 @@ from keepstep.model.ids import Epoch, NodeId, Rank
 from keepstep.model.topology import Roster
 
 WORKER = """
-import json, mmap, os, pathlib, socket, struct, sys, time
+import json, mmap, os, pathlib, signal, socket, struct, sys, time
 from keepstep.model import wire
 from keepstep.model.beat import LAYOUT, Phase, Word
 from keepstep.model.facts import UserError
 
 node_dir, run = pathlib.Path(os.environ["KEEPSTEP_NODE_DIR"]), pathlib.Path(os.environ["KEEPSTEP_RUN_DIR"])
 slot = os.environ["KEEPSTEP_SLOT"]
+if (run / "saves").exists():
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), os._exit(0)))
 with open(node_dir / "beat" / slot, "r+b") as file:
     beat = memoryview(mmap.mmap(file.fileno(), 128)).cast("q")
 beat[Word.PHASE] = Phase.STEP
@@ -181,6 +183,24 @@ def test_standby_takes_the_vacant_seat(node_dir: Path, tmp_path: Path) -> None:
             await controller.wait(StandbyReady, lambda f: f.slot != "s0")
             broken = await controller.wait(CollectiveBroken)
             assert (broken.rank, broken.epoch) == (0, first.epoch)
+
+    run(story)
+
+
+def test_leaving_starts_no_standby(node_dir: Path, tmp_path: Path) -> None:
+    """While ranks save their work after SIGTERM, the ended standbys are not replaced: the end would wait for those."""
+
+    async def story() -> None:
+        async with rig(node_dir, tmp_path) as (controller, [agent]):
+            await joined(controller)
+            (agent.run_dir / "saves").touch()
+            await running(controller, roster_of("n0"), 2)
+            controller.order(keep(2))
+            await until(lambda: len(controller.all(StandbyReady)) == 2, within_s=40)
+            os.kill(agent.pid, signal.SIGTERM)
+            assert await agent.ended() == 143
+            parked = {f"standby_{fact.slot}.out" for fact in controller.all(StandbyReady)}
+            assert {path.name for path in (agent.run_dir / "logs/0/n0").glob("standby_*.out")} == parked
 
     run(story)
 

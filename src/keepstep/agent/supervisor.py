@@ -224,6 +224,7 @@ class Supervisor:
     async def end_programs(self, grace_s: float, number: int = signal.SIGTERM) -> None:
         """A signal to workers, SIGKILL after ``grace_s``; standbys have nothing to save."""
         self.stopping = True
+        self._node.table.wanted_standbys = 0  # else their ends would be answered by new ones, which nobody ends
         for slot in self._node.table.standbys():
             self.kill(slot)
         await self._end(self._node.table.workers(), grace_s, number)
