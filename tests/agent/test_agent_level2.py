@@ -197,9 +197,9 @@ def test_leaving_starts_no_standby(node_dir: Path, tmp_path: Path) -> None:
             await running(controller, roster_of("n0"), 2)
             controller.order(keep(2))
             await until(lambda: len(controller.all(StandbyReady)) == 2, within_s=40)
+            parked = {f"standby_{fact.slot}.out" for fact in controller.all(StandbyReady)}
             os.kill(agent.pid, signal.SIGTERM)
             assert await agent.ended() == 143
-            parked = {f"standby_{fact.slot}.out" for fact in controller.all(StandbyReady)}
             assert {path.name for path in (agent.run_dir / "logs/0/n0").glob("standby_*.out")} == parked
 
     run(story)
