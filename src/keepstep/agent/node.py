@@ -20,6 +20,7 @@ from keepstep.agent import teller
 from keepstep.agent.config import AgentConfig
 from keepstep.agent.exceptions import BadConfig
 from keepstep.agent.files import read_int, write_atomic
+from keepstep.agent.herald import announce
 from keepstep.agent.limits import HangDetect
 from keepstep.agent.outbox import Outbox
 from keepstep.agent.slots import Slot, Table
@@ -85,6 +86,8 @@ class Node:
         # On disk before anything is done in its name: an agent that is started again must know its fence.
         write_atomic(self.dir / ROSTER_FILE, msgspec.msgpack.encode(roster))
         self.tell_keeper()
+        if news := announce(roster):
+            self.say(news)
         return None
 
     # ------------------------------------------------------------ questions
