@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -74,6 +75,7 @@ while True:
     unpacker = wire.Unpacker(wire.AgentToWorker)
     sock.settimeout(0.01)
     while True:
+        beat[Word.STEP] = 2 + rank if epoch else 0
         beat[Word.BEAT_NS] = 0 if (run / f"hang{rank}").exists() and epoch else time.monotonic_ns()
         if (run / f"hang{rank}").exists() and epoch:
             beat[Word.BEAT_NS] = 1
@@ -201,6 +203,8 @@ def test_leaving_starts_no_standby(node_dir: Path, tmp_path: Path) -> None:
             os.kill(agent.pid, signal.SIGTERM)
             assert await agent.ended() == 143
             assert {path.name for path in (agent.run_dir / "logs/0/n0").glob("standby_*.out")} == parked
+            said = json.loads((agent.run_dir / "exit.json").read_text())
+            assert said["last_step"] == 2, "rank 0 had 2 steps, rank 1 had 3"
 
     run(story)
 

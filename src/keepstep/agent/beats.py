@@ -41,6 +41,20 @@ class Beat:
         self._map.close()
 
 
+def committed(node_dir: Path, slot: SlotId) -> int:
+    """Steps that the process of this slot has committed; 0 when it never said.
+
+    Raises:
+        OSError: there is no such page.
+    """
+    page = Beat(node_dir, slot)
+    try:
+        words = page.read()
+    finally:
+        page.close()
+    return words[Word.STEP] if words else 0
+
+
 def phase_of(words: tuple[int, ...]) -> Phase:
     try:
         return Phase(words[Word.PHASE])

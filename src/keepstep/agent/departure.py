@@ -53,7 +53,7 @@ def write_exit(node: Node, departure: Departure, fault: WorkerExited | None) -> 
         "why": departure.why,
         "category": departure.category,
         "incident": departure.incident,
-        "last_step": departure.last_step,
+        "last_step": max(departure.last_step, _last_step(node)),
         "node": node.id,
         # A job that was stopped on request has none, even if an earlier fault was recovered from.
         "culprit": _culprit(node, fault) if departure.code and departure.category != "none" else None,
@@ -62,6 +62,15 @@ def write_exit(node: Node, departure: Departure, fault: WorkerExited | None) -> 
         write_atomic(path, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n", durable=True)
     except OSError as error:
         node.say(f"{path} could not be written ({error.strerror}); the exit code is {departure.code}: {departure.why}")
+
+
+def _last_step(node: Node) -> int:
+    """Newest step that every rank of this node has committed, by heartbeat memory.
+
+    The controller hears of steps at the start and the end of a loop only; between them this is the better word.
+    """
+    seats = node.roster.seats_on(node.id) if node.roster else ()
+    return min((node.steps.get(seat.rank, 0) for seat in seats), default=0)
 
 
 def remove_node_dir(node: Node) -> None:

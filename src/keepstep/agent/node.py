@@ -26,7 +26,7 @@ from keepstep.agent.outbox import Outbox
 from keepstep.agent.slots import Slot, Table
 from keepstep.model import env as names
 from keepstep.model.facts import AnyFact, Fact
-from keepstep.model.ids import Epoch, JobId, Nanos, NodeId, show_epoch
+from keepstep.model.ids import Epoch, JobId, Nanos, NodeId, Rank, show_epoch
 from keepstep.model.topology import Member, Roster
 
 ROSTER_FILE = "roster"
@@ -52,6 +52,8 @@ class Node:
         """How lines reach the terminal; the agent's loop must not wait for that."""
         self.roster: Roster | None = None
         self.token = _read_token(config.token_file)
+        self.steps: dict[Rank, int] = {}
+        """Committed steps of each rank whose process has ended here."""
         self.level2 = False
         """A worker has called ``keepstep.init``: processes can be replaced one by one."""
         self.resumed = Epoch(0)

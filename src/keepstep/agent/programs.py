@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from keepstep.agent import environ, proc
-from keepstep.agent.beats import create_beat
+from keepstep.agent.beats import committed, create_beat
 from keepstep.agent.console import Console
 from keepstep.agent.exceptions import SpawnRefused
 from keepstep.agent.files import tail_lines
@@ -21,6 +21,7 @@ from keepstep.agent.shimlink import ShimLink
 from keepstep.agent.slots import Role, Slot
 from keepstep.agent.watch import Watch
 from keepstep.agent.zygote import cuda_visible
+from keepstep.model.env import BEAT_DIR
 from keepstep.model.facts import StandbyGone, UserError, WorkerExited
 from keepstep.model.ids import Epoch, Rank, SlotId, show_epoch
 from keepstep.model.topology import Member, Roster
@@ -261,7 +262,9 @@ class Programs:
         if slot.is_program:
             self._console.finish(slot.id)
             with contextlib.suppress(OSError):
-                (self._node.dir / "beat" / slot.id).unlink()
+                if slot.rank is not None:
+                    self._node.steps[slot.rank] = committed(self._node.dir, slot.id)
+                (self._node.dir / BEAT_DIR / slot.id).unlink()
         fact: WorkerExited | None = None
         match slot.role:
             case "worker":
