@@ -206,9 +206,15 @@ class Nemesis:
         return self._kill_perhaps()
 
     def store(self) -> set[int]:
-        """Half of the time a rank dies before the next store is known."""
+        """Half of the time a rank dies before the next store is known.
+
+        A store that was killed stays the present epoch's, dead and unused; then a rank dies, so that another is needed.
+        """
         self._now()
-        self.cluster.kill_store()
+        try:
+            self.cluster.kill_store()
+        except LookupError:
+            return self.kill()
         return self._kill_perhaps()
 
     def _kill_perhaps(self) -> set[int]:
