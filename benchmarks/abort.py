@@ -27,10 +27,12 @@ from typing import Any
 
 STUCK_S = 10.0
 """A survivor whose main thread is not free this long after the abort counts as stuck."""
+STACKS_S = 2.0
+"""How long a stuck process gets to write down where it is."""
 PHASE_LIMIT_S = 60.0
 STEPS_PER_KILL = 3
 KILLS_PER_JOB = 25
-TAIL_LINES = 15
+TAIL_LINES = 60
 
 
 class Child:
@@ -229,10 +231,22 @@ class Job:
         try:
             self.until("survivors free", lambda: waiting <= self.free | self.resumed | self.finished, STUCK_S)
         except Failed as error:
-            raise Stuck(str(error)) from error
+            ended = self.free | self.resumed | self.finished
+            raise Stuck(f"{error}; {self.stacks(waiting - ended)}") from error
         everybody = {c.pid for c in self.children.values()}
         self.until("all resumed", lambda: everybody <= self.resumed, PHASE_LIMIT_S)
         return killed
+
+    def stacks(self, pids: set[int]) -> str:
+        """Have the processes that are stuck write all their stacks into their logs; says which ranks they are."""
+        said = []
+        for rank, child in sorted(self.children.items()):
+            if child.pid in pids:
+                status = Path(f"/proc/{child.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+                said.append(f"rank {rank} pid {child.pid} state {status}")
+                os.kill(child.pid, signal.SIGUSR1)
+        self.linger(STACKS_S)
+        return ", ".join(said)
 
     def finish(self) -> None:
         everybody = {c.pid for c in self.children.values()}

@@ -8,8 +8,10 @@ the new epoch, agrees with the others on the newest common step, takes that step
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -322,6 +324,7 @@ def footprint() -> dict[str, Any]:
 
 def main(sock: socket.socket, directory: Path, mode: str, world: int, steps: int) -> None:
     """Body of a forked process; never returns."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     worker = Worker(sock, directory, mode, world, steps)
     code = 0
     try:

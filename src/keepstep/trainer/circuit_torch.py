@@ -47,6 +47,7 @@ class Circuit:
         self._connections = connections
         self._lock = threading.Lock()
         self._flying: set[Any] = set()
+        self._elsewhere: set[threading.Event] = set()
         self._promises: dict[int, tuple[Future[Any], CircuitWork]] = {}
         self._waiters: Waiters | None = None
 
@@ -82,7 +83,10 @@ class Circuit:
                 raise RuntimeError("Operation timed out!")
 
     def wait_elsewhere(self, work: Any, timeout: timedelta | None) -> None:
-        """Wait for what must not be waited for in slices: a timeout would break gloo's connections."""
+        """Wait for what cannot be waited for in slices: gloo ignores the timeout, or breaks its connections on it."""
+        if work.is_completed():
+            work.wait()
+            return
         done = threading.Event()
         errors: list[BaseException] = []
 
@@ -93,7 +97,9 @@ class Circuit:
                 errors.append(error)
             finally:
                 done.set()
+                self._elsewhere.discard(done)
 
+        self._elsewhere.add(done)
         self._pool().submit(wait)
         deadline = time.monotonic() + timeout.total_seconds() if timeout else None
         while not done.wait(SLICE.total_seconds()):
@@ -174,7 +180,7 @@ class Circuit:
                 if time.monotonic() > end:
                     return False
                 time.sleep(0.0005)
-        return True
+        return all(done.wait(max(0.0, end - time.monotonic())) for done in list(self._elsewhere))
 
     def scrap(self) -> None:
         """Destroy a cut circuit's backend; may block until gloo gives up, so call it on a thread that may."""

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from keepstep.trainer import circuit_torch
 from keepstep.trainer.exceptions import CommunicationAborted, GroupsAborted, GroupsUnsupported, RebuildTimeout
 from keepstep.trainer.frameworks_torch import (
     adopt_ddp_layout,
@@ -33,6 +34,7 @@ from keepstep.trainer.frameworks_torch import (
     reset_after_abort,
 )
 from keepstep.trainer.groups_torch import GROUPS
+from keepstep.trainer.swap_torch import SwapGroup
 
 LIMIT_S = 20.0
 
@@ -207,8 +209,36 @@ def _object() -> None:
     dist.all_gather_object([None, None], "x")
 
 
+def _two() -> list[Tensor]:
+    return [torch.ones(2), torch.ones(2)]
+
+
+def _funcol_reduce_scatter() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    _ = funcol.reduce_scatter_tensor(torch.ones(4), "sum", 0, group) + 0
+
+
+def _send_and_wait() -> None:
+    work = dist.irecv(torch.ones(8), 1)
+    assert work is not None
+    work.wait()
+
+
 _DDP: list[DDP] = []
 WAITS: dict[str, Callable[[], None]] = {
+    "all_gather": lambda: dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(2)),
+    "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.ones(4), torch.ones(2)),
+    "all_to_all_single": lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4)),
+    "barrier": lambda: dist.barrier(),
+    "broadcast": lambda: dist.broadcast(torch.ones(2), 1),
+    "gather": lambda: dist.gather(torch.ones(2), _two() if dist.get_rank() == 0 else None),
+    "reduce": lambda: dist.reduce(torch.ones(2), 0),
+    "reduce_scatter": lambda: dist.reduce_scatter(torch.ones(2), [torch.ones(2), torch.ones(2)]),
+    "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(4)),
+    "funcol_reduce_scatter": _funcol_reduce_scatter,
+    "scatter": lambda: dist.scatter(torch.ones(2), _two() if dist.get_rank() == 1 else None, src=1),
+    "irecv": _send_and_wait,
     "sync": _sync,
     "future": _future,
     "recv": _recv,
@@ -220,12 +250,16 @@ WAITS: dict[str, Callable[[], None]] = {
 
 
 def waiter(conn: Connection, rank: int, world: int, port: int, how: str) -> None:
-    """Wait in a collective that the other member never enters; say when and how that ended."""
+    """Wait in a collective that the other member never enters; say when and how that ended.
+
+    The connections are not shut down, so that gloo itself never returns: the abort has to be certain without its help.
+    """
+    circuit_torch.shut_down = lambda _: 0
     join(rank, world, port)
     if how == "reducer":
         _DDP.append(DDP(nn.Linear(8, 8)))
-    if how == "recv" and rank == 1:
-        dist.send(torch.ones(1000), 0)
+    if how in ("recv", "irecv") and rank == 1:
+        dist.send(torch.ones(1000 if how == "recv" else 8), 0)
     else:
         WAITS[how]()  # once with everybody there, so that nothing is left to be imported or built
     dist.barrier()
@@ -247,6 +281,25 @@ def waiter(conn: Connection, rank: int, world: int, port: int, how: str) -> None
         GROUPS.abort("again")
         conn.send(GROUPS.aborts)
     sys.exit(0)  # no hang on the way out, destructors included
+
+
+def ended(conn: Connection, rank: int, world: int, port: int) -> None:
+    """Launch collectives that the others never enter, abort, and say whether gloo's own works came to an end."""
+    join(rank, world, port)
+    dist.barrier()
+    if rank != 0:
+        conn.send("absent")
+        signal.pause()
+    group = dist.group.WORLD
+    assert isinstance(group, SwapGroup)
+    circuit = group.circuit
+    assert circuit is not None
+    works = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(2)]
+    conn.send((len(circuit._connections), [w.inner.is_completed() for w in works]))  # type: ignore[union-attr]
+    conn.recv()
+    GROUPS.abort("test")
+    conn.send((circuit.settle(10.0), [w.inner.is_completed() for w in works]))  # type: ignore[union-attr]
+    sys.exit(0)
 
 
 # -------------------------------------------------------------------- rebuild

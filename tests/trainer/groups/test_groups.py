@@ -22,9 +22,28 @@ def test_every_collective_gives_what_torchs_own_backend_gives(stage: Any) -> Non
     assert [m.left() for m in ours] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("how", ["sync", "future", "recv", "funcol", "reducer", "new_group", "object"])
+WAITS = (
+    "sync future recv irecv funcol funcol_reduce_scatter reducer new_group object all_gather all_gather_into_tensor "
+    "all_to_all_single barrier broadcast gather reduce reduce_scatter reduce_scatter_tensor scatter"
+)
+
+
+def test_abort_ends_gloos_own_operations(stage: Any) -> None:
+    """All connections of a group are known, and shutting them down ends what gloo does, so that it can be scrapped."""
+    members = stage.all("ended", 3)
+    connections, done = members[0].hear()
+    assert (connections, done) == (2, [False, False])
+    for member in members[1:]:
+        assert member.hear() == "absent"
+        os.kill(member.process.pid, signal.SIGSTOP)
+    members[0].tell("abort")
+    assert members[0].hear() == (True, [True, True])
+    assert members[0].left(10) == 0
+
+
+@pytest.mark.parametrize("how", WAITS.split())
 def test_abort_frees_whoever_waits(stage: Any, how: str) -> None:
-    """Whatever the main thread waits in, for a member that is frozen, an abort ends it at once with a real error."""
+    """Whatever the main thread waits in, an abort ends it at once with a real error, even if gloo never returns."""
     first, second = stage.all("waiter", 2, how=how)
     assert first.hear() == "waiting"
     assert second.hear() == "absent"
