@@ -93,6 +93,22 @@ def test_next_agent_goes_on_where_the_last_one_was(tmp_path: Path, capsys: pytes
     assert shown(second, capsys) == ["n0:r000 meanwhile"]
 
 
+def test_next_agent_shows_what_a_silent_rank_said_between_the_agents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that had said nothing while the first agent lived says its first word while there is none."""
+    one = slot(tmp_path, 0)
+    first = Console("n0", Output(log_dir=""), tmp_path)
+    first.follow(one)
+    first.start()
+    assert shown(first, capsys) == []
+    Path(one.out).write_text("done\n")
+    second = Console("n0", Output(log_dir=""), tmp_path)
+    second.follow(one)
+    second.start()
+    assert shown(second, capsys) == ["n0:r000 done"]
+
+
 def test_standby_is_silent_until_it_has_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its start-up messages would only repeat everybody's; they are in its file."""
     standby = slot(tmp_path, None, "s0")

@@ -58,6 +58,7 @@ class Console(threading.Thread):
         self._saved: dict[str, int] = {}
         self._ending = threading.Event()
         self._broken: set[int] = set()
+        self._unsaved = False
         self._held: dict[tuple[int, str], list[int]] = {}
         self._held_since = 0.0
         with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -75,6 +76,8 @@ class Console(threading.Thread):
                 if streams & stream and (slot.id, stream) not in self._tails:
                     start = self._saved.get(path, _size(path))
                     self._tails[slot.id, stream] = _Tail(path, stream, slot.rank, start)
+                    # Also where nothing was said yet: an agent that follows this one must not start at the end.
+                    self._unsaved = True
 
     def finish(self, slot: str) -> None:
         """The process has ended: show what is left, then let go."""
@@ -111,6 +114,9 @@ class Console(threading.Thread):
 
     def _look(self) -> bool:
         """Read a little from each file; ``True`` when there may be more at once."""
+        if self._unsaved:
+            self._unsaved = False
+            self._save()
         with self._lock:
             tails = list(self._tails.items())
         moved = more = False
