@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 import keepstep
 
 PROBE_CYCLES = 100_000
-MOST_CYCLES = 5_000_000
-"""About half a gigabyte of garbage."""
+MOST_CYCLES = 1_500_000
+"""About 150 MB of garbage; making it takes time, too, which belongs to the pause."""
 
 
 class Pauses:
