@@ -63,7 +63,10 @@ def note(word):
     with open(notes, "a") as file:
         file.write(word + chr(10))
 def say(frame):
-    sock.sendall(wire.pack(frame))
+    try:
+        sock.sendall(wire.pack(frame))
+    except OSError:
+        pass  # the agent is gone; the next hello says it again
 while True:
     sock = socket.socket(socket.AF_UNIX)
     try:
