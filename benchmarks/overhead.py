@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks.progress import Progress, spread, until
 from benchmarks.torchrun_lane import Torchrun
 from keepstep.cli.demo import clean_environment
-from keepstep.cli.demo_cluster import Cluster
+from keepstep.cli.demo_cluster import Cluster, end_on_sigterm
 
 WORKLOAD = Path(__file__).with_name("workload.py")
 START_LIMIT_S = 120.0
@@ -100,6 +100,7 @@ def main() -> int:
     ask.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     ask.add_argument("--json", action="store_true")
     args = ask.parse_args()
+    end_on_sigterm()
     print(f"seed {args.seed}", file=sys.stderr)
 
     order = random.Random(args.seed)

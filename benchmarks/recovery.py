@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.progress import Progress, spread, until
 from benchmarks.torchrun_lane import Torchrun
 from keepstep.cli.demo import clean_environment
-from keepstep.cli.demo_cluster import Cluster
+from keepstep.cli.demo_cluster import Cluster, end_on_sigterm
 
 WORKLOAD = Path(__file__).with_name("workload.py")
 RANKS = 4
@@ -171,6 +171,7 @@ def main() -> int:
     ask.add_argument("--gloo-timeout", type=float, default=10.0, help="seconds, torchrun's lane with --fault freeze")
     ask.add_argument("--json", action="store_true")
     args = ask.parse_args()
+    end_on_sigterm()
 
     home = Path(tempfile.mkdtemp(prefix="keepstep-bench-"))
     found: dict[str, object] = {"benchmark": "recovery", "fault": args.fault, "ranks": RANKS, "trials": args.trials}

@@ -32,7 +32,7 @@ from tests.soak.flap import enter_namespace  # noqa: E402
 from tests.soak.nemesis import FAULTS, PAUSES, RECOVERY_LIMIT_S, WORLD, Blow, Nemesis  # noqa: E402
 
 from keepstep.cli.demo import clean_environment  # noqa: E402
-from keepstep.cli.demo_cluster import Cluster  # noqa: E402
+from keepstep.cli.demo_cluster import Cluster, end_on_sigterm  # noqa: E402
 from keepstep.cli.demo_watch import Watch, differences  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -183,6 +183,7 @@ def main() -> int:
     ask.add_argument("--json", action="store_true", help="the report on one line")
     ask.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
     args = ask.parse_args()
+    end_on_sigterm()
     no_flaps = enter_namespace(INSIDE, sys.argv)
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     print(f"seed {seed}" + (f", no link flaps: {no_flaps}" if no_flaps else ""), file=sys.stderr, flush=True)

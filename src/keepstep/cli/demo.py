@@ -22,7 +22,7 @@ from rich.console import Console
 
 import keepstep
 from keepstep.cli import demo_faults, demo_view
-from keepstep.cli.demo_cluster import Cluster
+from keepstep.cli.demo_cluster import Cluster, end_on_sigterm
 from keepstep.cli.demo_faults import Fault, Outcome
 from keepstep.cli.demo_view import View
 from keepstep.cli.demo_watch import differences
@@ -81,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise PreflightError(
             "the demo trains a model, and torch is not installed", help="pip install 'keepstep[torch]'"
         )
+    end_on_sigterm()
     script = example()
     home = Path(args.keep).absolute() if args.keep else Path(tempfile.mkdtemp(prefix="keepstep-demo-"))
     chosen = tuple(f for f in demo_faults.SCRIPT if not args.faults or f.name in args.faults)

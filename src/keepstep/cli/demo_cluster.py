@@ -41,6 +41,11 @@ class Node(msgspec.Struct, kw_only=True):
     lost: bool = False
 
 
+def end_on_sigterm() -> None:
+    """Turn SIGTERM into an ordinary end of this program, so that its clusters are taken down and not left behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 class Cluster:
     """Starts the nodes of one job and can hurt them in every way that the demo and the tests know.
 
