@@ -255,10 +255,17 @@ class Nemesis:
         """One rank sleeps in its step: not frozen, so the job must simply wait."""
         rank = self.rank()
         self._now()
-        self.api().post("jobs", self.cluster.job, "inject", body={
-            "fault": "slow", "rank": rank, "seconds": SLOW_S, "by": "soak"
-        })  # fmt: skip
+        self.cluster.until(lambda: self._ordered_slow(rank), READY_LIMIT_S, "a controller that takes orders")
         return self._stood_still(SLOW_S)
+
+    def _ordered_slow(self, rank: int) -> bool:
+        """Give the order; ``False`` while a killed controller is not back yet."""
+        body = {"fault": "slow", "rank": rank, "seconds": SLOW_S, "by": "soak"}
+        try:
+            self.api().post("jobs", self.cluster.job, "inject", body=body)
+        except (OSError, Unreachable):
+            return False
+        return True
 
     def garbage(self) -> set[int]:
         return self._order_pause("garbage", [self.rank()], GARBAGE_S)
