@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 import keepstep
 
 PROBE_CYCLES = 100_000
-MOST_CYCLES = 1_500_000
-"""About 150 MB of garbage; making it takes time, too, which belongs to the pause."""
+MOST_CYCLES = 4_000_000
+"""About 400 MB of garbage; making it takes time, too, which belongs to the pause."""
 
 
 class Pauses:
