@@ -265,10 +265,3 @@ def remove_lost_memory(root: Path, older_than_s: float = LOST_S) -> list[Path]:
                 remove_node_dir(owner.parent, root)
                 removed.append(owner.parent)
     return removed
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Whole or not at all: a reader never sees half a file."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_bytes(data)
-    fresh.replace(path)

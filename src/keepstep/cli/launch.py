@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from keepstep.cli import dirs, family, flags, preflight
+from keepstep.agent.files import write_atomic
+from keepstep.cli import family, flags, preflight
 from keepstep.cli.banner import announce
 from keepstep.cli.children import Budget, Child, Signals
 from keepstep.cli.home import Home
@@ -183,7 +184,7 @@ class Watch:
                 "category": category,
                 "node": self.home.node,
             }
-            dirs.write_atomically(path, msgspec.json.encode(said))
+            write_atomic(path, msgspec.json.encode(said))
 
 
 def explain(home: Home, code: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from keepstep.agent.files import write_atomic
 from keepstep.cli import dirs, net
 from keepstep.cli.children import python
 from keepstep.cli.errors import UsageError
@@ -115,7 +116,7 @@ def run_controller(run_dir: str, listen: str, http_port: int, token_file: str) -
         token_file=os.path.abspath(token_file) if token_file else "",
     )
     path = home / dirs.NODES / "controller.config.json"
-    dirs.write_atomically(path, msgspec.json.format(msgspec.json.encode(config)))
+    write_atomic(path, msgspec.json.format(msgspec.json.encode(config)))
     argv = python("keepstep.controlplane.main", path)
     say(f"controller for agents at {endpoint}; log in {home}; start jobs with --controller {endpoint}")
     sys.stdout.flush()

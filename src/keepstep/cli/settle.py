@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from keepstep.agent.config import AgentConfig, Output
+from keepstep.agent.files import write_atomic
 from keepstep.cli import dirs, net, tokens
 from keepstep.cli.children import Child, Signals, python
 from keepstep.cli.errors import PreflightError
@@ -124,7 +125,7 @@ def _host(plan: Plan, checked: Checked, signals: Signals, state: Path) -> Home:
             launcher_pid=os.getpid(),
         )
         path = run_dir / dirs.NODES / "controller.config.json"
-        dirs.write_atomically(path, msgspec.json.encode(config))
+        write_atomic(path, msgspec.json.encode(config))
         home.controller = Child("controller", python("keepstep.controlplane.main", path), stderr=home.controller_log)
         home.controller.start()
         home.address = _await_address(home, signals)
@@ -289,7 +290,7 @@ def _write_agent(home: Home, plan: Plan, checked: Checked) -> None:
     if plan.monitor_interval_s is not None:
         config = msgspec.structs.replace(config, monitor_interval_s=plan.monitor_interval_s)
     path = home.run_dir / dirs.NODES / f"{home.node}.json"
-    dirs.write_atomically(path, msgspec.json.format(msgspec.json.encode(config)))
+    write_atomic(path, msgspec.json.format(msgspec.json.encode(config)))
     home.agent_argv = python("keepstep.agent.main", path)
 
 
