@@ -10,6 +10,7 @@ import contextlib
 import queue
 import sys
 import threading
+import time
 
 WAITING_LINES = 1000
 """Lines that wait for a reader; beyond it new ones are dropped, and counted."""
@@ -31,10 +32,14 @@ class Teller(threading.Thread):
 
     def close(self, within_s: float) -> None:
         """Say what still waits; give up when nobody reads for ``within_s``."""
-        with contextlib.suppress(queue.Full):
-            self._lines.put_nowait(None)
-        if self.is_alive():
-            self.join(within_s)
+        if not self.is_alive():
+            return
+        until = time.monotonic() + within_s
+        try:
+            self._lines.put(None, timeout=within_s)
+        except queue.Full:
+            return
+        self.join(max(0.0, until - time.monotonic()))
 
     def run(self) -> None:
         while (line := self._lines.get()) is not None:
