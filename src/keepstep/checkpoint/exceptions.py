@@ -11,6 +11,10 @@ class SlotInvalid(CheckpointError):
     """A snapshot file is incomplete, torn or not one of ours; another holder has to be asked."""
 
 
+class SlotDamaged(SlotInvalid):
+    """Bytes of a snapshot differ from their checksums: memory, a wire or a program has changed them."""
+
+
 class SlotFull(CheckpointError):
     """The memory-backed directory has no room for this version; the older one is untouched."""
 
@@ -25,3 +29,35 @@ class PeerRefused(CheckpointError):
 
 class PeerUnreachable(CheckpointError):
     """A keeper could not be reached or the transfer broke off."""
+
+
+class ManifestDamaged(CheckpointError):
+    """A manifest or part description is not what was written; the generation cannot be trusted."""
+
+
+class PayloadDamaged(CheckpointError):
+    """Bytes of a durable part differ from their checksums; another holder has to be asked."""
+
+
+class GenerationIncomplete(CheckpointError):
+    """Not all parts of a generation are there; it does not exist yet, or will never."""
+
+
+class TierError(CheckpointError):
+    """A durable tier could not do what was asked; training goes on without it."""
+
+
+class TierMissing(TierError):
+    """There is no object of that name."""
+
+
+class TierFull(TierError):
+    """No room: the disk is full, or a quota is used up. Free space, or keep fewer generations."""
+
+
+class TierDenied(TierError):
+    """The place is read-only, or the credentials do not suffice; trying again is pointless."""
+
+
+class TierAway(TierError):
+    """The place does not answer, or is too slow: a vanished mount, a network, a throttling server. May come back."""

@@ -4,8 +4,9 @@ A rank owns two such files and always writes the one that nobody would resume fr
 cleared before the first byte changes and set, by a single eight-byte store, after the last one: a writer that is
 killed at any instant leaves this version invalid and the other one intact.
 
-Layout: one page of header | tensors, each aligned to 64 bytes | description (msgpack). The keeper copies the bytes as
-they are to another node, where they mean the same.
+Layout: one page of header | tensors, each aligned to 64 bytes | description (msgpack) | checksums per chunk. The first
+three are the version; the keeper *seals* it by adding the checksums, and copies the bytes as they are to another node,
+where they mean the same.
 """
 
 from __future__ import annotations
@@ -13,24 +14,29 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import zlib
-from collections.abc import Sequence
+import struct
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
-from keepstep.checkpoint.exceptions import SlotFull, SlotInvalid
+from keepstep.checkpoint import sums
+from keepstep.checkpoint.exceptions import SlotDamaged, SlotFull, SlotInvalid
 
 HEADER = 4096
 ALIGN = 64
-MAGIC = 0x4B53_534C_4F54_0001
-VALID = 0x600D_600D
+MAGIC = 0x4B53_534C_4F54_0002
 GROWTH = 1.02
 """A file that has to grow gets a little more than asked: small state of varying size must not re-map each step."""
 
-_MAGIC, _STATE, _STEP, _EPOCH, _DATA, _META, _META_CRC, _ACKED, _SERIAL = range(9)
+_MAGIC, _STATE, _STEP, _EPOCH, _DATA, _META, _META_SUM, _ACKED, _SERIAL, _SEALED, _SUMS_SUM, _PIN = range(12)
 _WORDS = 16
+_IDENTITY = (_MAGIC, _STEP, _EPOCH, _DATA, _META, _META_SUM)
+_FORMAT = struct.Struct(f"<{len(_IDENTITY)}q")
+_SUM = struct.Struct("<q")
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of Linux 5.14: make every page present and writable now instead of at the first step."""
 
 
 class Version(Struct, frozen=True, order=True):
@@ -44,7 +50,14 @@ class Version(Struct, frozen=True, order=True):
 
 
 class TensorEntry(Struct, frozen=True, array_like=True):
-    """Where one tensor lies. ``like`` says how a process that lacks it makes it: ``param`` or ``plain``."""
+    """Where one tensor lies.
+
+    Attributes:
+        like: how a process that lacks it makes it: ``param`` or ``plain``.
+        global_shape: of the distributed tensor that this is a piece of; empty where it is whole by itself.
+        corner: where in that tensor this piece begins, one offset per dimension.
+        primary: whether this rank writes it to durable tiers; of equal copies on several ranks exactly one is.
+    """
 
     name: str
     dtype: str
@@ -53,6 +66,9 @@ class TensorEntry(Struct, frozen=True, array_like=True):
     nbytes: int
     like: str = "plain"
     device: str = "cpu"
+    global_shape: tuple[int, ...] = ()
+    corner: tuple[int, ...] = ()
+    primary: bool = True
 
 
 class Description(Struct, frozen=True, kw_only=True):
@@ -61,6 +77,8 @@ class Description(Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorEntry, ...] = ()
     plain: bytes = b""
     key: str = ""
+    world_size: int = 1
+    replicated: bool = False
     full: bool = True
     """False for the small private part (buffers, random state, data position) that is kept when snapshots are off."""
 
@@ -118,6 +136,15 @@ class Slot:
                 f"run with --snapshot-every 0"
             ) from error
 
+    def reserve(self, size: int) -> None:
+        """Make room for ``size`` bytes and touch every page, so that no step pays for page faults."""
+        self.grow(size)
+        try:
+            self.memory.madvise(_POPULATE_WRITE)
+        except OSError:  # an older kernel: one store per page does the same
+            for page in range(HEADER, self.size, mmap.PAGESIZE):
+                self.memory[page] = self.memory[page]
+
     def grow(self, size: int) -> bool:
         """Make room for ``size`` bytes; true when ``memory`` is a new mapping and views into the old one are stale."""
         if size <= self.size:
@@ -137,14 +164,15 @@ class Slot:
     def complete(self, version: Version, data_end: int, description: Description) -> None:
         """Add the description behind the data and make the version count, in this order."""
         body = _encode(description)
-        self.grow(data_end + len(body))
-        self.memory[data_end : data_end + len(body)] = body
+        end = data_end + len(body)
+        self.grow(align(end) + _SUM.size * _count(end))  # the sealer must not have to map anew under the writer
+        self.memory[data_end:end] = body
         self._words[_STEP] = version.step
         self._words[_EPOCH] = version.epoch
         self._words[_DATA] = data_end
         self._words[_META] = len(body)
-        self._words[_META_CRC] = zlib.crc32(body)
-        self._words[_STATE] = VALID
+        self._words[_META_SUM] = _signed(sums.digest(body))
+        self._words[_STATE] = _identity(self._words)
 
     def invalidate(self) -> None:
         self._words[_STATE] = 0
@@ -153,9 +181,90 @@ class Slot:
     def adopt(self, header: bytes) -> None:
         """Take over the header of a version whose bytes have been received; the state word comes last."""
         words = memoryview(header)[: _WORDS * 8].cast("q")
-        for index in (_STEP, _EPOCH, _DATA, _META, _META_CRC):
+        for index in (_STEP, _EPOCH, _DATA, _META, _META_SUM):
             self._words[index] = words[index]
-        self._words[_STATE] = VALID
+        self._words[_STATE] = _identity(self._words)
+
+    # ---------------------------------------------------------------- checksums
+
+    def seal(self, table: Sequence[int] | None = None) -> None:
+        """Add the checksums of the version's chunks.
+
+        Args:
+            table: checksums that are known already; they are computed where left out.
+
+        Raises:
+            SlotInvalid: there is no version, or the writer began to overwrite it meanwhile.
+        """
+        version, serial = self.version, self.serial
+        if version is None:
+            raise SlotInvalid(f"{self.path}: incomplete; there is nothing to seal")
+        self.refresh()
+        end = self.used
+        found = list(table) if table is not None else self._compute(end)
+        body = b"".join(_SUM.pack(_signed(number)) for number in found)
+        start = align(end)
+        self.grow(start + len(body))
+        if self.serial != serial:
+            raise SlotInvalid(f"{self.path}: was overwritten while it was being sealed")
+        self.memory[start : start + len(body)] = body
+        self._words[_SUMS_SUM] = _signed(sums.digest(body))
+        self._words[_SEALED] = serial
+
+    @property
+    def sealed(self) -> bool:
+        """Whether this version has its checksums."""
+        return self.version is not None and self._words[_SEALED] == self._words[_SERIAL]
+
+    def table(self) -> list[int]:
+        """The checksums of a sealed version's chunks, which cover the bytes from ``HEADER`` to ``used``.
+
+        Raises:
+            SlotInvalid: not sealed.
+            SlotDamaged: the checksums themselves have changed.
+        """
+        if not self.sealed:
+            raise SlotInvalid(f"{self.path}: has no checksums yet")
+        self.refresh()
+        start = align(self.used)
+        body = self.memory[start : start + _SUM.size * _count(self.used)]
+        if _signed(sums.digest(body)) != self._words[_SUMS_SUM]:
+            raise SlotDamaged(f"{self.path}: the table of checksums is damaged")
+        return [number & _MASK for (number,) in _SUM.iter_unpack(body)]
+
+    def verify(self) -> None:
+        """Compare every byte of a sealed version with its checksum.
+
+        Raises:
+            SlotInvalid: not sealed.
+            SlotDamaged: names the step and the bytes that differ.
+        """
+        expected = self.table()
+        found = self._compute(self.used)
+        for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+            if a != b:
+                start = HEADER + number * sums.CHUNK
+                raise SlotDamaged(
+                    f"{self.path} step {self._words[_STEP]}: bytes {start} to {min(start + sums.CHUNK, self.used)} do "
+                    f"not match their checksum"
+                )
+
+    def _compute(self, end: int) -> list[int]:
+        with memoryview(self.memory) as whole, whole[HEADER:end] as view:
+            return sums.table(view)
+
+    # ---------------------------------------------------------------- holding a version for the durable tiers
+
+    def pin(self) -> None:
+        """Ask that this version stay until the archiver has written it; the next ``begin`` ends that, too."""
+        self._words[_PIN] = self._words[_SERIAL]
+
+    def unpin(self) -> None:
+        self._words[_PIN] = 0
+
+    @property
+    def pinned(self) -> bool:
+        return self.version is not None and self._words[_PIN] == self._words[_SERIAL]
 
     # ---------------------------------------------------------------- reading
 
@@ -163,7 +272,7 @@ class Slot:
     def version(self) -> Version | None:
         """What this file holds; ``None`` while it is being written or after its writer died."""
         words = self._words
-        if words[_MAGIC] != MAGIC or words[_STATE] != VALID:
+        if words[_MAGIC] != MAGIC or words[_STATE] != _identity(words):
             return None
         return Version(words[_STEP], words[_EPOCH])
 
@@ -176,6 +285,11 @@ class Slot:
     def used(self) -> int:
         """Bytes that make up the version, header included."""
         return int(self._words[_DATA] + self._words[_META])
+
+    @property
+    def data_end(self) -> int:
+        """Where the tensors' bytes end and the description begins."""
+        return int(self._words[_DATA])
 
     @property
     def acked(self) -> int:
@@ -195,7 +309,7 @@ class Slot:
             raise SlotInvalid(f"{self.path}: description at {start}+{length} lies outside the file")
         self.refresh()
         body = self.memory[start : start + length]
-        if zlib.crc32(body) != self._words[_META_CRC]:
+        if _signed(sums.digest(body)) != self._words[_META_SUM]:
             raise SlotInvalid(f"{self.path}: description does not match its checksum")
         try:
             return _decode(body)
@@ -219,11 +333,11 @@ def header_is_sound(header: bytes) -> bool:
     if len(header) < HEADER:
         return False
     words = memoryview(header)[: _WORDS * 8].cast("q")
-    return words[_MAGIC] == MAGIC and words[_STATE] == VALID and words[_DATA] >= HEADER and words[_META] > 0
+    return words[_MAGIC] == MAGIC and words[_STATE] == _identity(words) and words[_DATA] >= HEADER and words[_META] > 0
 
 
-def to_overwrite(versions: Sequence[Version | None], step: int) -> int:
-    """Index of the file to write ``step`` into: never the newest state below ``step``.
+def to_overwrite(versions: Sequence[Version | None], step: int, pinned: Collection[int] = ()) -> int:
+    """Index of the file to write ``step`` into: never the newest state below ``step``, nor a pinned one if avoidable.
 
     An incomplete file first, then one of a future that was rolled back, then the oldest.
     """
@@ -233,4 +347,21 @@ def to_overwrite(versions: Sequence[Version | None], step: int) -> int:
     future = [i for i, v in enumerate(versions) if v is not None and v.step >= step]
     if future:
         return future[0]
-    return min(range(len(versions)), key=lambda i: versions[i] or Version(-1, -1))
+    by_age = sorted(range(len(versions)), key=lambda i: versions[i] or Version(-1, -1))
+    return next((index for index in by_age[:-1] if index not in pinned), by_age[0])
+
+
+_MASK = (1 << 64) - 1
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _count(end: int) -> int:
+    return -(-(end - HEADER) // sums.CHUNK)
+
+
+def _identity(words: memoryview) -> int:
+    """The state word of a complete version: a checksum of the words that say what it is. Never 0."""
+    return _signed(sums.digest(_FORMAT.pack(*(words[index] for index in _IDENTITY)))) or 1

@@ -15,6 +15,7 @@ from keepstep.model.facts import (
     AgentJoined,
     AgentLeft,
     AnyFact,
+    CheckpointNoted,
     CollectiveBroken,
     InjectRequested,
     JobSubmitted,
@@ -46,7 +47,7 @@ def fold_fact(job: Job, fact: AnyFact) -> None:
     if fact.seq:
         job.seqs[fact.node] = fact.seq
     match fact:
-        case JobSubmitted() | StopRequested() | InjectRequested() | TimePassed() | StandbyReady():
+        case JobSubmitted() | StopRequested() | InjectRequested() | TimePassed() | StandbyReady() | CheckpointNoted():
             pass  # what follows from them is in the records behind
         case RecoveredLocally():
             if fact.roster.epoch > job.epoch:

@@ -40,6 +40,7 @@ from keepstep.model.facts import (
     AgentJoined,
     AgentLeft,
     AnyFact,
+    CheckpointNoted,
     CollectiveBroken,
     InjectRequested,
     JobSubmitted,
@@ -117,7 +118,7 @@ def respond(draft: Draft, fact: AnyFact) -> None:
             adopt(draft, fact)
         case StoreLost():
             store_lost(draft, fact)
-        case RankJoined():
+        case CheckpointNoted() | RankJoined():
             pass  # on the board, and that is all
         case _:
             assert_never(fact)

@@ -15,6 +15,7 @@ from keepstep.model.facts import (
     AgentJoined,
     AgentLeft,
     AnyFact,
+    CheckpointNoted,
     CollectiveBroken,
     InjectRequested,
     JobSubmitted,
@@ -86,6 +87,14 @@ def evidence_line(fact: AnyFact) -> str:
     return f"{clock(fact.at)}  {source:<9} {fact_words(fact)}"
 
 
+def checkpoint_words(fact: CheckpointNoted) -> str:
+    """What happened to a checkpoint, in one phrase."""
+    who = "" if fact.rank is None else f"rank {fact.rank}: "
+    size = f", {fact.bytes / 1e6:.1f} MB" if fact.bytes else ""
+    time = f" in {fact.seconds:.2f} s" if fact.seconds else ""
+    return f"{who}step {fact.step} {fact.what} ({fact.tier} tier){size}{time}" + (f": {fact.why}" if fact.why else "")
+
+
 def fact_words(fact: AnyFact) -> str:
     """What was observed, in one phrase."""
     match fact:
@@ -100,6 +109,8 @@ def fact_words(fact: AnyFact) -> str:
             return "a deadline is due"
         case AgentJoined():
             return f"agent of {fact.node} connects, epoch {show_epoch(fact.epoch)}, {len(fact.slots)} processes"
+        case CheckpointNoted():
+            return checkpoint_words(fact)
         case AgentDisconnected():
             return "the controller was away" if fact.ours else f"connection of {fact.node} broke: {fact.why}"
         case LeaseExpired():

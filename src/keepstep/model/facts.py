@@ -99,12 +99,33 @@ class AgentJoined(Fact, frozen=True, kw_only=True):
     peer_port: int
     keeper_port: int
     node_rank: int | None = None
+    rack: str = ""
+    """Fault domain beyond the node; empty where it is not known."""
     wants_standby: bool = False
     """Started as a standby node rather than as one of the job's first nodes."""
     epoch: Epoch = Epoch(0)
     """The newest epoch this node has accepted."""
     slots: tuple[SlotState, ...] = ()
     version: str = ""
+
+
+class CheckpointNoted(Fact, frozen=True, kw_only=True):
+    """Something happened to a checkpoint that the story of a job should tell; nothing is decided upon it.
+
+    ``saved``: a generation is complete in ``tier``. ``verified``: it has been read back and matches its checksums.
+    ``skipped``: it was due, and could not be written. ``damaged``: a copy did not match its checksum, another holder
+    was used. ``gap``: a rank has had no replica for longer than a step. ``closed``: it has one again. ``interval``: the
+    steps between snapshots were chosen anew. ``expired``: retention removed it. ``restored``: a rank's state came from
+    ``tier``.
+    """
+
+    what: Literal["saved", "verified", "skipped", "damaged", "gap", "closed", "interval", "expired", "restored"]
+    tier: Literal["memory", "peer", "local", "remote"]
+    step: int
+    rank: Rank | None = None
+    why: str = ""
+    bytes: int = 0
+    seconds: float = 0.0
 
 
 class AgentDisconnected(Fact, frozen=True, kw_only=True):
@@ -304,6 +325,7 @@ AnyFact = (
     | InjectRequested
     | TimePassed
     | AgentJoined
+    | CheckpointNoted
     | AgentDisconnected
     | LeaseExpired
     | LeaseRenewed

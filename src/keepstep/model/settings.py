@@ -41,3 +41,41 @@ class Policy(Struct, frozen=True, kw_only=True):
     capacity_s: float = 300.0
     node_faults_to_suspect: int = 3
     node_fault_window_s: float = 600.0
+
+
+class CheckpointPolicy(Struct, frozen=True, kw_only=True):
+    """What the checkpoint engine may cost and keep; the same on every node of a job.
+
+    Attributes:
+        overhead: share of a step's time that snapshots into memory may take, 0.01 for one percent. 0 leaves the
+            interval at the job's ``snapshot_every``.
+        dir: durable tier that all nodes reach: a path of a shared file system or a URL (``s3://bucket/prefix``,
+            ``gs://``, ``az://``, ``file://``). Empty for none.
+        local_dir: durable tier on each node's own disk. Empty for none.
+        every: steps between durable generations.
+        full_every: every how many durable generations one is written in full; those between hold only what changed.
+            1 writes all of them in full.
+        keep: newest complete generations that are kept, at least one.
+        keep_every: beyond those, generations whose step is a multiple of this are kept; 0 for none.
+        keep_s: generations younger than this are kept.
+        sdc_window_s: one generation older than this is always kept: silent data corruption is found late, and a
+            generation from before it must still be there.
+        peer_rate: bytes per second for copies into peers' memory; 0 is unlimited.
+        local_rate: the same for the local disk.
+        remote_rate: the same for the shared tier.
+        resume: whether a new start goes on from the newest complete durable generation.
+    """
+
+    overhead: float = 0.0
+    dir: str = ""
+    local_dir: str = ""
+    every: int = 100
+    full_every: int = 1
+    keep: int = 3
+    keep_every: int = 0
+    keep_s: float = 0.0
+    sdc_window_s: float = 0.0
+    peer_rate: int = 0
+    local_rate: int = 0
+    remote_rate: int = 0
+    resume: bool = True

@@ -8,6 +8,7 @@ from typing import Literal
 from msgspec import Struct
 
 from keepstep.model.ids import Epoch, IncidentId, JobId, NodeId, Rank, SlotId
+from keepstep.model.settings import CheckpointPolicy
 
 JoinMode = Literal["fresh", "in_process", "restart"]
 """How processes enter an epoch.
@@ -16,6 +17,22 @@ JoinMode = Literal["fresh", "in_process", "restart"]
 ``in_process``: survivors keep their processes and memory, newcomers take vacant ranks (needs the SDK).
 ``restart``: every process of the job is stopped and started anew (torchrun's way; level 0, or the upper rungs).
 """
+
+
+class Layout(Struct, frozen=True, kw_only=True):
+    """How ranks are arranged in parallel groups, tensor-parallel neighbours first, pipeline stages last.
+
+    Rank = (pp_index * dp + dp_index) * tp + tp_index: the default order of Megatron-LM and torchtitan.
+    ``tp = pp = dp = 1`` means unknown: all ranks are one group.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def known(self) -> bool:
+        return self.tp * self.pp * self.dp > 1
 
 
 class JobSpec(Struct, frozen=True, kw_only=True):
@@ -34,6 +51,8 @@ class JobSpec(Struct, frozen=True, kw_only=True):
         snapshot_every: steps between snapshots into memory; 0 is off.
         join_timeout_s: how long the job waits for its least number of nodes.
         last_call_s: how long it waits for more than that.
+        ckpt: the checkpoint engine's policy.
+        layout: parallel groups, for the placement of replicas.
         role: torchrun's ``ROLE_NAME``.
         command: program and arguments, so that nodes with another program are refused.
     """
@@ -51,6 +70,8 @@ class JobSpec(Struct, frozen=True, kw_only=True):
     snapshot_every: int = 1
     join_timeout_s: float = 600.0
     last_call_s: float = 30.0
+    ckpt: CheckpointPolicy = CheckpointPolicy()
+    layout: Layout = Layout()
     role: str = "default"
     command: tuple[str, ...] = ()
 
@@ -75,6 +96,8 @@ class Place(Struct, frozen=True, kw_only=True):
     host: str
     keeper_port: int
     peer_port: int
+    rack: str = ""
+    """Fault domain beyond the node, as the agent was told; empty where it is not known."""
     buddy: NodeId | None = None
     """Where this node's keeper sends its replicas; ``None`` when there is no other node."""
 
