@@ -35,7 +35,7 @@ _FOLDER = re.compile(r"^step-(\d{12})\.e(\d+)$")
 
 
 class Frame(Struct, frozen=True, array_like=True):
-    """A stretch of a delta's payload: ``nbytes`` from ``start`` on lie in the file at ``offset``, as ``stored`` bytes."""
+    """Part of a delta: ``nbytes`` of payload from ``start`` on lie in the file at ``offset`` in ``stored`` bytes."""
 
     start: int
     nbytes: int
