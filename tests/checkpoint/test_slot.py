@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from keepstep.checkpoint import pair
 from keepstep.checkpoint.exceptions import SlotInvalid
@@ -95,6 +97,56 @@ def test_rolled_back_versions_are_forgotten(tmp_path: Path) -> None:
     fill(both.slots[1], Version(5, 2), 2, 10)
     both.forget_after(Version(5, 2))
     assert both.versions() == (Version(5, 2),)
+
+
+def test_a_pinned_version_stays_while_two_others_alternate(tmp_path: Path) -> None:
+    """With a third file a pin costs no step its safety: the newest version and the pinned one are both never the
+    target, and once the pin is lifted its file is used again."""
+    three = pair.Pair(tmp_path, 0, files=3)
+    for step in range(1, 5):
+        fill(three.slots[three.target(step)], Version(step, 1), step, 10)
+    (held,) = [slot for slot in three.slots if slot.version == Version(4, 1)]
+    held.pin()
+    for step in range(5, 12):
+        newest = three.versions()[0]
+        slot = three.slots[three.target(step)]
+        assert slot.version != newest
+        assert slot is not held
+        fill(slot, Version(step, 1), step, 10)
+    assert held.version == Version(4, 1)
+    assert list(three.pinned()) == [held]
+    held.unpin()
+    assert three.slots[three.target(12)] is held
+    assert pair.ranks_in(tmp_path) == {0}
+
+
+def test_a_third_file_that_is_there_belongs_to_the_pair(tmp_path: Path) -> None:
+    """Whoever opens a rank's files with two in mind still forgets, and finds, what the third one holds."""
+    with_tiers = pair.Pair(tmp_path, 0, files=3)
+    fill(with_tiers.slots[2], Version(9, 1), 1, 10)
+    with_tiers.close()
+    assert [version for version, _ in pair.look(tmp_path, 0)] == [Version(9, 1)]
+    without = pair.Pair(tmp_path, 0)
+    assert without.find(Version(9, 1)) is not None
+    without.forget_after(Version(4, 1))
+    assert pair.look(tmp_path, 0) == []
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    held=st.lists(st.one_of(st.none(), st.builds(Version, st.integers(0, 6), st.just(1))), min_size=2, max_size=3),
+    step=st.integers(0, 7),
+    pins=st.sets(st.integers(0, 2)),
+)
+def test_no_target_costs_the_newest_older_step(held: list[Version | None], step: int, pins: set[int]) -> None:
+    """For every content of the files: the newest version below the step stays, and so does the only pinned one
+    wherever there are three files."""
+    index = to_overwrite(held, step, pins)
+    below = [version for version in held if version is not None and version.step < step]
+    if below and held.count(max(below)) == 1:
+        assert held[index] != max(below)
+    if len(held) == 3 and len(pins) == 1 and all(v is not None and v.step < step for v in held):
+        assert index not in pins
 
 
 def write_for_ever(directory: Path, pipe: int) -> None:

@@ -1,22 +1,31 @@
-"""The two versions of one rank, as files ``rank<r>.0`` and ``rank<r>.1`` of a memory-backed directory."""
+"""The versions of one rank, as files ``rank<r>.0`` and ``rank<r>.1`` of a memory-backed directory.
+
+Two files alternate. Where durable tiers are on there is a third, ``rank<r>.2``: while one version is pinned for the
+archiver the other two go on alternating.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from keepstep.checkpoint.exceptions import SlotInvalid
 from keepstep.checkpoint.slot import Slot, Version, to_overwrite
 
+FILES = 2
+PINNABLE = 3
+"""Files of a rank whose versions may be pinned."""
 
-def paths(directory: Path, rank: int, kind: str = "") -> tuple[Path, Path]:
-    """``kind`` is empty for full versions, ``p`` for private parts."""
-    return directory / f"rank{rank}.{kind}0", directory / f"rank{rank}.{kind}1"
+
+def paths(directory: Path, rank: int, kind: str = "", files: int = PINNABLE) -> tuple[Path, ...]:
+    """Every file that may hold a version of ``rank``; ``kind`` is empty for full ones, ``p`` for private parts."""
+    return tuple(directory / f"rank{rank}.{kind}{index}" for index in range(files))
 
 
 def ranks_in(directory: Path) -> set[int]:
     """Ranks that have at least one file here."""
     found = set()
-    for path in directory.glob("rank*.[01]"):
+    for path in directory.glob("rank*.[0-2]"):
         name = path.name[4:].split(".", 1)[0]
         if name.isdigit():
             found.add(int(name))
@@ -41,21 +50,35 @@ def look(directory: Path, rank: int, kind: str = "") -> list[tuple[Version, Path
 
 
 class Pair:
-    """Both files of a rank, opened for writing."""
+    """A rank's files, opened for writing.
 
-    def __init__(self, directory: Path, rank: int, kind: str = "") -> None:
+    Args:
+        files: how many to make. A third one that is there already is used in any case: it may hold a pinned version,
+            and a version that nobody looks at must not survive a roll-back.
+    """
+
+    def __init__(self, directory: Path, rank: int, kind: str = "", files: int = FILES) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        first, second = paths(directory, rank, kind)
-        self.slots = (Slot(first, create=True), Slot(second, create=True))
+        every = paths(directory, rank, kind)
+        self.slots = tuple(
+            Slot(path, create=True) for index, path in enumerate(every) if index < files or path.exists()
+        )
 
     def versions(self) -> tuple[Version, ...]:
-        return tuple(slot.version for slot in self.slots if slot.version is not None)
+        """The complete ones, newest first."""
+        return tuple(sorted((slot.version for slot in self.slots if slot.version is not None), reverse=True))
 
     def find(self, version: Version) -> Slot | None:
         return next((slot for slot in self.slots if slot.version == version), None)
 
+    def pinned(self) -> Iterator[Slot]:
+        """Those that the archiver has yet to write."""
+        return (slot for slot in self.slots if slot.pinned)
+
     def target(self, step: int) -> int:
-        return to_overwrite([slot.version for slot in self.slots], step)
+        """The file for ``step``: never the newest state below it, nor a pinned one where another can be had."""
+        pinned = [index for index, slot in enumerate(self.slots) if slot.pinned]
+        return to_overwrite([slot.version for slot in self.slots], step, pinned)
 
     def forget_after(self, version: Version) -> None:
         """Invalidate what a roll-back to ``version`` has made untrue: every later step."""
