@@ -120,7 +120,9 @@ def setting_tables() -> str:
     out = ["# Settings", "", "Every limit, patience and budget has a name, a unit and a default.", ""]
     for struct in (
         settings.Policy,
+        settings.CheckpointPolicy,
         topology.JobSpec,
+        topology.Layout,
         agent_config.AgentConfig,
         agent_config.Program,
         agent_config.Output,

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
-from keepstep.cli import flags
+from keepstep.cli import flags, policy
+from keepstep.cli.banner import checkpoints
 from keepstep.cli.errors import DoorError, PreflightError, UsageError
 from keepstep.cli.plan import Endpoint, Plan, console, make_plan, parse_endpoint
 from keepstep.model import exits
+from keepstep.model.settings import CheckpointPolicy
+from keepstep.model.topology import Layout
 
 THEIRS_BY_ENVIRONMENT = ("PET_NNODES", "PET_MAX_RESTARTS", "PET_STANDALONE")
 
@@ -231,6 +235,23 @@ BAD_USAGE = [
     (["--monitor-interval", "0", "t.py"], "--monitor-interval 0"),
     (["--job", "a/b", "t.py"], "is not a name"),
     (["--start", "sideways", "t.py"], "invalid choice"),
+    (["--ckpt-every", "0", "t.py"], "--ckpt-every 0 must be 1 or more"),
+    (["--ckpt-full-every", "0", "t.py"], "--ckpt-full-every 0"),
+    (["--ckpt-keep", "0", "t.py"], "--ckpt-keep 0"),
+    (["--ckpt-keep-every", "-1", "t.py"], "--ckpt-keep-every -1"),
+    (["--ckpt-keep-for", "1 fortnight", "t.py"], "--ckpt-keep-for '1 fortnight' is not a duration"),
+    (["--ckpt-sdc-window", "6", "t.py"], "--ckpt-sdc-window '6' is not a duration"),
+    (["--ckpt-overhead", "200%", "t.py"], "--ckpt-overhead '200%'"),
+    (["--ckpt-rate-peer", "fast", "t.py"], "--ckpt-rate-peer 'fast' is not a rate"),
+    (["--ckpt-rate-remote", "0.1B/s", "t.py"], "--ckpt-rate-remote"),
+    (["--ckpt-dir", "s3a://bucket/x", "t.py"], "did you mean s3://?"),
+    (["--ckpt-dir", "s3://", "t.py"], "names no bucket"),
+    (["--ckpt-dir", "file://other/x", "t.py"], "names no directory of this machine"),
+    (["--ckpt-local-dir", "s3://bucket/x", "t.py"], "is not on this node's disk"),
+    (["--ckpt-local-dir", "/x", "--ckpt-dir", "/x", "t.py"], "are both /x"),
+    (["--layout", "tp=8,xp=2", "t.py"], "'xp=2' is none of"),
+    (["--layout", "tp=0", "t.py"], "'tp=0'"),
+    (["--rack", "a b", "t.py"], "--rack 'a b' is not a name"),
     ([], "no training script given"),
 ]
 
@@ -257,3 +278,88 @@ def test_worlds_that_cannot_be_are_refused(argv: list[str], words: str) -> None:
     paragraph = refused(PreflightError, *argv)
     assert words in paragraph
     assert "help: " in paragraph
+
+
+class TestCheckpoints:
+    """The policy that the flags mean."""
+
+    def test_nothing_said_is_the_default_policy(self) -> None:
+        """Without a flag there is no durable tier and no limit."""
+        plan = plan_of("t.py")
+        assert plan.ckpt == CheckpointPolicy()
+        assert plan.layout is None
+        assert not plan.rack
+
+    def test_every_flag_arrives(self) -> None:
+        """Each flag fills its own field, in the unit of the policy."""
+        plan = plan_of(
+            *("--ckpt-dir", "s3://bucket/run/", "--ckpt-local-dir", "/nvme/ckpt", "--ckpt-every", "50"),
+            *("--ckpt-full-every", "10", "--ckpt-keep", "5", "--ckpt-keep-every", "1000", "--ckpt-keep-for", "24h"),
+            *("--ckpt-sdc-window", "90m", "--ckpt-overhead", "1.5%", "--ckpt-rate-peer", "25Gbit/s"),
+            *("--ckpt-rate-local", "2GiB/s", "--ckpt-rate-remote", "500MB/s", "--no-resume", "t.py"),
+        )
+        assert plan.ckpt == CheckpointPolicy(
+            overhead=0.015,
+            dir="s3://bucket/run",
+            local_dir="/nvme/ckpt",
+            every=50,
+            full_every=10,
+            keep=5,
+            keep_every=1000,
+            keep_s=86400.0,
+            sdc_window_s=5400.0,
+            peer_rate=3_125_000_000,
+            local_rate=2 << 30,
+            remote_rate=500_000_000,
+            resume=False,
+        )
+
+    def test_environment_sets_defaults(self) -> None:
+        """KEEPSTEP_CKPT_* and KEEPSTEP_RACK are defaults, and a flag beats them."""
+        environ = {
+            "KEEPSTEP_CKPT_DIR": "/a",
+            "KEEPSTEP_CKPT_EVERY": "7",
+            "KEEPSTEP_RACK": "r1",
+            "KEEPSTEP_NO_RESUME": "1",
+        }
+        plan = plan_of("t.py", environ=environ)
+        assert (plan.ckpt.dir, plan.ckpt.every, plan.rack, plan.ckpt.resume) == ("/a", 7, "r1", False)
+        assert plan_of("--ckpt-dir", "/b", "t.py", environ=environ).ckpt.dir == "/b"
+
+    def test_paths_become_absolute_and_file_urls_become_paths(self) -> None:
+        """All processes of the job run elsewhere than the launcher."""
+        assert plan_of("--ckpt-dir", "here", "t.py").ckpt.dir == os.path.abspath("here")
+        assert plan_of("--ckpt-dir", "file:///data/x", "t.py").ckpt.dir == "/data/x"
+
+    def test_flags_without_a_tier_are_remarked_on(self) -> None:
+        """An interval of something that is not written is most likely a forgotten --ckpt-dir."""
+        assert any("--ckpt-every without effect" in line for line in plan_of("--ckpt-every", "5", "t.py").remarks)
+        assert not plan_of("--ckpt-every", "5", "--ckpt-dir", "/x", "t.py").remarks
+
+    def test_layouts_fit_the_world_or_are_refused(self) -> None:
+        """dp may be left out; a product that is not the world is named with the world."""
+        asked = plan_of("--layout", "tp=2,pp=3", "t.py").layout
+        assert policy.fit(asked, 24) == Layout(tp=2, pp=3, dp=4)
+        assert policy.fit(None, 24) == Layout()
+        with pytest.raises(PreflightError, match="tp 2 x pp 3 does not make the 8 ranks"):
+            policy.fit(asked, 8)
+
+    def test_a_directory_that_cannot_be_written_is_refused_before_the_run(self, tmp_path: Path) -> None:
+        """The probe writes and leaves nothing; a file in the way is named with the flag."""
+        policy.check(CheckpointPolicy(dir=str(tmp_path / "new" / "deep"), local_dir=str(tmp_path / "local")))
+        assert list((tmp_path / "new" / "deep").iterdir()) == []
+        (tmp_path / "file").write_text("")
+        with pytest.raises(PreflightError, match=r"--ckpt-dir .*file/x cannot be written"):
+            policy.check(CheckpointPolicy(dir=str(tmp_path / "file" / "x")))
+
+    def test_the_banner_shows_the_arithmetic(self) -> None:
+        """What memory is taken and where generations go is said before the run."""
+        alone = checkpoints(plan_of("t.py"), 4, 8 << 30)
+        assert "2 x its state" in alone[0]
+        assert "at most 1.0 GiB of state each" in alone[0]
+        assert alone[1].startswith("NOT protected")
+        flags_ = ("--nnodes", "2", "--ckpt-dir", "/x", "--ckpt-full-every", "10", "t.py")
+        full = checkpoints(plan_of(*flags_), 1, 12 << 30)
+        assert "6 x its state" in full[0]
+        assert "at most 2.0 GiB" in full[0]
+        assert "in /x, in full every 10" in full[1]

@@ -48,6 +48,7 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     Attributes:
         node: this node's name; unique within the job.
         node_rank: torchrun's ``--node-rank``; ``None`` lets the controller number the nodes.
+        rack: fault domain beyond the node; empty where it is not known.
         host: the address under which other nodes reach this one.
         run_dir: job's directory on disk (this node's view of it).
         node_dir: memory-backed directory of this node and job.
@@ -75,6 +76,7 @@ class AgentConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     launcher_pid: int
     node_rank: int | None = None
     wants_standby: bool = False
+    rack: str = ""
     token_file: str = ""
     env: dict[str, str] = {}
     monitor_interval_s: float = 0.05

@@ -184,6 +184,7 @@ class Uplink:
                 peer_port=self.peer_port,
                 keeper_port=node.keeper_port,
                 node_rank=config.node_rank,
+                rack=config.rack,
                 wants_standby=config.wants_standby,
                 epoch=node.roster.epoch if node.roster is not None else Epoch(0),
                 slots=tuple(slots.values()),

@@ -5,6 +5,7 @@ A newcomer's worst surprise is a watchdog that never watched. So what is *not* w
 
 from __future__ import annotations
 
+from keepstep.checkpoint import room
 from keepstep.cli.home import Home
 from keepstep.cli.plan import Plan
 from keepstep.cli.say import plural, say
@@ -27,4 +28,37 @@ def announce(plan: Plan, home: Home, nproc: int) -> None:
     say(f"NOT watched: {blind}scripts without keepstep.init that hang; devices, links, wrong numbers")
     if not plan.snapshot_every:
         say("NOT protected: --snapshot-every 0 keeps no state in memory, so a lost rank costs a restart of the job")
+    for line in checkpoints(plan, nproc, room.free(home.root)):
+        say(line)
     say("next: `keepstep status` in another terminal")
+
+
+def checkpoints(plan: Plan, nproc: int, free_bytes: int) -> list[str]:
+    """What is kept where, what memory that takes, and where a new start would begin."""
+    ckpt = plan.ckpt
+    lines = []
+    if plan.snapshot_every:
+        kept = ["2 versions"]
+        copies = 2
+        if plan.max_nodes > 1 or plan.standby_nodes:
+            kept, copies = [*kept, "2 of another node's"], copies + 2
+        if ckpt.dir or ckpt.local_dir:
+            kept, copies = [*kept, "1 held for the durable tiers"], copies + 1
+            if ckpt.full_every > 1:
+                kept, copies = [*kept, "1 to take differences from"], copies + 1
+        most = room.show(free_bytes // (copies * nproc))
+        lines.append(
+            f"memory per rank: {copies} x its state ({' + '.join(kept)}); {room.show(free_bytes)} free for "
+            f"{plural(nproc, 'rank')}: at most {most} of state each"
+        )
+    places = [where for where in (ckpt.dir, f"{ckpt.local_dir} (each node's)" if ckpt.local_dir else "") if where]
+    if places:
+        differences = f", in full every {ckpt.full_every}" if ckpt.full_every > 1 else ""
+        resumed = "a new start goes on from the newest" if ckpt.resume else "NOT resumed from (--no-resume)"
+        lines.append(
+            f"durable: every {plural(ckpt.every, 'step')} in {' and '.join(places)}{differences}; "
+            f"{plural(ckpt.keep, 'generation')} kept; {resumed}"
+        )
+    else:
+        lines.append("NOT protected: losing all nodes at once loses everything (--ckpt-dir keeps generations on disk)")
+    return lines

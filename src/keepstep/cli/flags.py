@@ -149,6 +149,7 @@ def build_parser() -> RunParser:
     _torchrun_output(parser)
     theirs = {action.dest for action in parser._actions}
     _ours(parser)
+    _checkpoints(parser)
     parser.ours = frozenset(action.dest for action in parser._actions) - theirs
     parser.add_argument("training_script", help="program that runs on every rank, then its arguments")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -292,4 +293,49 @@ def _ours(parser: RunParser) -> None:
         default=None,
         metavar="NAME",
         help="unique in the job (host name)",
+    )
+    _flag(
+        group,
+        "--rack",
+        env="KEEPSTEP_RACK",
+        default="",
+        metavar="NAME",
+        help="this node's rack: copies are kept in another one",
+    )
+    _flag(
+        group,
+        "--layout",
+        env="KEEPSTEP_LAYOUT",
+        default="",
+        metavar="tp=8,pp=8,dp=32",
+        help="parallel groups: copies are kept outside of them",
+    )
+
+
+def _checkpoints(parser: RunParser) -> None:
+    """What they mean is in ``policy``."""
+    group = parser.add_argument_group("checkpoints (with keepstep.init in the script)")
+
+    def add(name: str, metavar: str, help: str, *, default: Any = "", type: Any = str) -> None:
+        variable = f"KEEPSTEP_{name[2:].upper().replace('-', '_')}"
+        _flag(group, name, env=variable, default=default, type=type, metavar=metavar, help=help)
+
+    add("--ckpt-dir", "URL", "durable generations: a path that all nodes reach, or s3://, gs://, az://, file://")
+    add("--ckpt-local-dir", "PATH", "the same on each node's own disk")
+    add("--ckpt-every", "N", "steps between durable generations (100)", default=100, type=int)
+    add("--ckpt-full-every", "N", "every N-th is full, the others hold differences (1)", default=1, type=int)
+    add("--ckpt-keep", "N", "newest generations that are kept (3)", default=3, type=int)
+    add("--ckpt-keep-every", "N", "keep those whose step is a multiple of N (0: none)", default=0, type=int)
+    add("--ckpt-keep-for", "24h", "keep those that are younger")
+    add("--ckpt-sdc-window", "6h", "keep one that is older: silent corruption is found late")
+    add("--ckpt-overhead", "1%", "share of a step that snapshots may take: chooses their interval")
+    add("--ckpt-rate-peer", "500MB/s", "limit for copies into other nodes' memory (none)")
+    add("--ckpt-rate-local", "500MB/s", "limit for the local disk (none)")
+    add("--ckpt-rate-remote", "500MB/s", "limit for --ckpt-dir (none)")
+    _flag(
+        group,
+        "--no-resume",
+        env="KEEPSTEP_NO_RESUME",
+        action="store_true",
+        help="start at step 0 although there are generations",
     )

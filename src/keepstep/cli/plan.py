@@ -14,8 +14,10 @@ from typing import Literal
 from msgspec import Struct
 
 from keepstep.agent.config import Program
-from keepstep.cli import flags
+from keepstep.cli import flags, policy
 from keepstep.cli.errors import PreflightError, UsageError, closest
+from keepstep.model.settings import CheckpointPolicy
+from keepstep.model.topology import Layout
 
 STATIC_PORT = 29500
 C10D_PORT = 29400
@@ -54,6 +56,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         hosts: ``never`` (``--controller``, ``is_host=0``), ``must`` (``is_host=1``), ``maybe``: if the address is ours.
         nproc: as given; words like ``gpu`` are resolved by ``preflight``.
         console: per local rank, which streams are shown (``agent.config.Output``).
+        layout: ``None`` when nothing was said; ``dp`` 0 is filled in by ``preflight``.
         remarks: one line each for the user: what has no effect.
     """
 
@@ -85,6 +88,9 @@ class Plan(Struct, frozen=True, kw_only=True):
     local_ranks_filter: tuple[int, ...]
     monitor_interval_s: float | None
     signals: tuple[signal.Signals, ...]
+    ckpt: CheckpointPolicy
+    layout: Layout | None
+    rack: str
     remarks: tuple[str, ...]
 
     @property
@@ -107,11 +113,13 @@ def make_plan(args: argparse.Namespace) -> Plan:
     _check_numbers(args)
     _check_nodes(args, min_nodes, max_nodes)
     job = args.job or (args.rdzv_id if args.rdzv_id != "none" and not args.standalone else None)
-    for what, name in (("--job", job), ("--node-name", args.node_name)):
+    for what, name in (("--job", job), ("--node-name", args.node_name), ("--rack", args.rack or None)):
         if name is not None and not _NAME.fullmatch(name):
             hint = "use letters, digits, '.', '_' and '-', at most 64, the first a letter or digit"
             raise UsageError(f"{what} {name!r} is not a name", help=hint)
     endpoint = _endpoint(args, max_nodes, remarks)
+    ckpt = policy.make(args)
+    remarks += policy.idle_flags(ckpt, args.given)
     return Plan(
         program=_program(args),
         job=job,
@@ -141,6 +149,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
         local_ranks_filter=_ranks(args.local_ranks_filter),
         monitor_interval_s=args.monitor_interval,
         signals=_signals(args.signals_to_handle),
+        ckpt=ckpt,
+        layout=policy.layout(args.layout),
+        rack=args.rack,
         remarks=tuple(remarks),
     )
 

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from keepstep.cli import dirs, net
+from keepstep.cli import dirs, net, policy
 from keepstep.cli.errors import PreflightError
 from keepstep.cli.plan import LOOPBACK, Plan
 from keepstep.model import env
+from keepstep.model.topology import Layout
 
 MIN_RUNTIME_BYTES = 16 << 20
 """Free memory-backed space without which nothing can run: sockets, heartbeats and a small model's snapshots."""
@@ -42,10 +43,11 @@ class Checked(Struct, frozen=True, kw_only=True):
     own: str
     root: Path
     remarks: tuple[str, ...]
+    layout: Layout = Layout()
 
 
 def check(plan: Plan, environ: Mapping[str, str] | None = None) -> Checked:
-    """Look at everything that can be looked at without changing anything (but for making --log-dir).
+    """Look at everything that can be looked at without changing anything (but for making directories that were named).
 
     Raises:
         PreflightError: with the first thing that cannot work.
@@ -53,6 +55,7 @@ def check(plan: Plan, environ: Mapping[str, str] | None = None) -> Checked:
     environ = os.environ if environ is None else environ
     check_program(plan)
     nproc = count_ranks(plan.nproc)
+    layout = policy.fit(plan.layout, nproc * plan.max_nodes)
     address = LOOPBACK if plan.endpoint is None else net.resolve(plan.endpoint.host, plan.endpoint.port)
     local = plan.endpoint is None or net.is_local(address)
     check_token(plan.token_file, needed=not net.is_loopback(address), where=str(plan.endpoint or LOOPBACK))
@@ -64,8 +67,9 @@ def check(plan: Plan, environ: Mapping[str, str] | None = None) -> Checked:
     root, remarks = check_runtime(dirs.runtime_root(environ), plan)
     check_state(dirs.state_dir(plan.state_dir, environ))
     check_log_dir(plan.log_dir)
+    policy.check(plan.ckpt)
     own = net.resolve(plan.local_addr, 0) if plan.local_addr else _own(address, local, plan)
-    return Checked(nproc=nproc, address=address, local=local, own=own, root=root, remarks=remarks)
+    return Checked(nproc=nproc, address=address, local=local, own=own, root=root, layout=layout, remarks=remarks)
 
 
 def _own(address: str, local: bool, plan: Plan) -> str:

@@ -268,6 +268,8 @@ def _write_agent(home: Home, plan: Plan, checked: Checked) -> None:
         snapshot_every=plan.snapshot_every,
         join_timeout_s=plan.join_timeout_s,
         last_call_s=plan.last_call_s,
+        ckpt=plan.ckpt,
+        layout=checked.layout,
         role=plan.role,
         command=(plan.program.target, *plan.program.args),
     )
@@ -285,6 +287,7 @@ def _write_agent(home: Home, plan: Plan, checked: Checked) -> None:
         launcher_pid=os.getpid(),
         node_rank=plan.node_rank,
         wants_standby=plan.wants_standby,
+        rack=plan.rack,
         token_file=home.token_file,
     )
     if plan.monitor_interval_s is not None:
