@@ -2,15 +2,92 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from keepstep.checkpoint.slot import TensorEntry
 from keepstep.trainer.exceptions import StateMismatch, StateNotPlain
+
+Mates = tuple[tuple[int, ...], int, int]
+"""Ranks that hold equal copies: what tells their group from others, this rank's place in it, and their number."""
+
+
+class Live(NamedTuple):
+    """One tensor of the running process.
+
+    Attributes:
+        tensor: what this rank holds of it.
+        like: how a newcomer makes it.
+        global_shape: of the distributed tensor that this is a piece of; empty where it is whole by itself.
+        corner: where in that tensor this piece begins.
+        primary: whether this rank writes it to durable tiers; of equal copies exactly one is.
+        mates: the holders of equal copies of a distributed tensor's piece; ``None`` for any other tensor.
+    """
+
+    name: str
+    tensor: Tensor
+    like: str
+    global_shape: tuple[int, ...] = ()
+    corner: tuple[int, ...] = ()
+    primary: bool = True
+    mates: Mates | None = None
+
+
+def live(name: str, tensor: Tensor, like: str) -> Live:
+    """A registered tensor as it is looked at: its local piece, and where that lies in the whole."""
+    here = local(tensor)
+    if not isinstance(tensor, DTensor) or tensor.ndim == 0:
+        return Live(name, here, like)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return Live(name, here, like, tuple(tensor.shape), tuple(tensor.shape))
+    shape, corner = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    if tuple(shape) != tuple(here.shape):
+        raise StateNotPlain(
+            f"{name}: this rank holds {list(here.shape)} of a distributed tensor of {list(tensor.shape)} where its "
+            f"placements {placements} say {list(shape)}; its place in the whole is not known"
+        )
+    place, count, along = 0, 1, []
+    for dim, placement in enumerate(placements):
+        if not placement.is_shard() and not isinstance(placement, Shard):
+            place, count = place * mesh.size(dim) + coordinate[dim], count * mesh.size(dim)
+            along.append(dim)
+    group = (*mesh.mesh.flatten().tolist(), -1, *along)
+    return Live(name, here, like, tuple(tensor.shape), tuple(corner), True, (group, place, count))
+
+
+def spread(lives: Sequence[Live], replicated: bool, rank: int, world_size: int) -> list[Live]:
+    """Choose one writer for each piece of which several ranks hold equal copies, evenly by bytes.
+
+    Every rank comes to the same choice without asking: names and whole sizes are the same on all of them.
+
+    Args:
+        replicated: plain tensors are the same on all ranks; else each rank's are its own.
+    """
+    loads: dict[tuple[int, ...], list[int]] = {}
+    writers: dict[str, bool] = {}
+    for one in sorted(lives, key=lambda one: (-_whole_bytes(one), one.name)):
+        group, place, count = one.mates or (((-2,), rank, world_size) if replicated else ((), 0, 1))
+        load = loads.setdefault(group, [0] * count)
+        chosen = min(range(count), key=lambda i: (load[i], i))
+        load[chosen] += _whole_bytes(one)
+        writers[one.name] = chosen == place
+    return [one if one.primary == writers[one.name] else one._replace(primary=writers[one.name]) for one in lives]
+
+
+def _whole_bytes(one: Live) -> int:
+    shape = one.global_shape or tuple(one.tensor.shape)
+    size = one.tensor.element_size()
+    for length in shape:
+        size *= length
+    return size
 
 
 def raw(tensor: Tensor) -> Tensor:

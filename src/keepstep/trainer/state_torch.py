@@ -7,11 +7,12 @@ data position) is small and plain. Parameters and optimizer tensors are looked a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -19,18 +20,11 @@ from keepstep.checkpoint.slot import TensorEntry
 from keepstep.trainer import pieces_torch as pieces
 from keepstep.trainer.exceptions import StateMismatch, StepMisused
 from keepstep.trainer.frameworks_torch import DdpLayout, adopt_ddp_layout, ddp_layout
+from keepstep.trainer.pieces_torch import Live as Live
 from keepstep.trainer.plain_torch import decode_plain, encode_plain
 from keepstep.trainer.random_torch import put_random_states, random_states
 
 Read = Callable[[TensorEntry], Tensor]
-
-
-class Live(NamedTuple):
-    """One tensor of the running process; ``like`` says how a newcomer makes it."""
-
-    name: str
-    tensor: Tensor
-    like: str
 
 
 class State:
@@ -100,7 +94,7 @@ class State:
             for name, module in self.modules.items()
             for key, parameter in module.named_parameters()
         ]
-        self._parameters = [Live(name, pieces.local(parameter), "param") for name, parameter in self._bound]
+        self._parameters = self._look()
         self._pointers = [live.tensor.data_ptr() for live in self._parameters]
         self._ddp = self.ddp()
         optimised = {id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
@@ -125,7 +119,7 @@ class State:
     def shards(self) -> list[Live]:
         """Parameters and optimizer tensors. The same list object as long as nothing was replaced."""
         if self._pointers != [pieces.raw(parameter).data_ptr() for _, parameter in self._bound]:
-            self._parameters = [Live(name, pieces.local(parameter), "param") for name, parameter in self._bound]
+            self._parameters = self._look()
             self._pointers = [live.tensor.data_ptr() for live in self._parameters]
             self._shards = []
         for holder, key, tensor in self._shard_sources:
@@ -141,22 +135,20 @@ class State:
                 for key, value in values.items():
                     sources.append((values, key, value))
                     if isinstance(value, Tensor):
-                        found.append(
-                            Live(
-                                f"o/{name}/{path}/{key}",
-                                pieces.local(value),
-                                pieces.likeness(value, parameter, name, key),
-                            )
-                        )
-        self._shards, self._shard_sources = found, sources
-        return found
+                        like = pieces.likeness(value, parameter, name, key)
+                        found.append(pieces.live(f"o/{name}/{path}/{key}", value, like))
+        self._shards, self._shard_sources = pieces.spread(found, self.replicated, *_seat()), sources
+        return self._shards
+
+    def _look(self) -> list[Live]:
+        return [pieces.live(name, parameter, "param") for name, parameter in self._bound]
 
     def _count(self) -> int:
         return sum(len(values) for o in self.optimizers.values() for values in o.state.values())
 
     def buffers(self) -> list[Live]:
         return [
-            Live(f"b/{name}/{key}", pieces.local(buffer), "buffer")
+            pieces.live(f"b/{name}/{key}", buffer, "buffer")
             for name, module in self.modules.items()
             for key, buffer in module.named_buffers()
         ]
@@ -293,3 +285,8 @@ class State:
                 self._buckets = None
         if whole["random"] is not None:
             put_random_states(whole["random"])
+
+
+def _seat() -> tuple[int, int]:
+    """This process's rank and the world's size."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
