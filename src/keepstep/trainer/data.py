@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from keepstep.trainer.exceptions import StateMismatch
 
@@ -22,6 +22,31 @@ class MapStyle(Protocol[T_co]):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> T_co: ...
+
+
+@runtime_checkable
+class Reshardable(Protocol):
+    """A registered object whose per-rank states make sense to another number of ranks.
+
+    Parameters are cut anew by their shapes; what any other object means by its state only the object knows. One
+    that is registered and has ``reshard_state`` is asked when a job goes on with another world size; one that has not
+    is refused there, by name.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+    def reshard_state(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """The state that ``rank`` of ``world_size`` new ranks loads; changes nothing by itself.
+
+        Called on the object that this process has built for its place in the new world; the result goes to its
+        ``load_state_dict``.
+
+        Args:
+            states: what ``state_dict`` gave on every old rank at the restored step, in the order of the ranks.
+        """
+        ...
 
 
 class StepData(Generic[T_co]):
