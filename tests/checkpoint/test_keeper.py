@@ -43,7 +43,7 @@ class Fleet:
             self.start(node)
 
     def start(self, node: str) -> None:
-        words = [sys.executable, "-m", "keepstep.agent.keeper", "--node-dir", str(self.root / node)]
+        words = [sys.executable, "-m", "keepstep.checkpoint.keeper", "--node-dir", str(self.root / node)]
         words += ["--host", "127.0.0.1", "--token-file", str(self.root / "token")]
         with open(self.root / f"{node}.err", "ab") as err:
             self.processes[node] = subprocess.Popen(words, stderr=err)

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from pathlib import Path
+
+from keepstep.checkpoint.files import read_int, write_atomic
+
+__all__ = ["read_int", "tail_lines", "write_atomic"]
 
 TAIL_BYTES = 16 * 1024
 """No more than this is read from the end of a file for its last lines."""
 TAIL_LINE = 500
 """Longer lines are cut here in facts; the file keeps them whole."""
-
-
-def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Readers see the old content or the new, never half of it; ``durable`` survives a power cut, too."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
-    if durable:
-        with contextlib.suppress(OSError):
-            folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
 
 
 def tail_lines(path: str, count: int) -> tuple[str, ...]:
@@ -40,11 +24,3 @@ def tail_lines(path: str, count: int) -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(line[:TAIL_LINE] for line in text.splitlines()[-count:])
-
-
-def read_int(path: Path) -> int | None:
-    """A number in a small file, or ``None`` while it is not there."""
-    try:
-        return int(path.read_text().strip() or 0)
-    except (OSError, ValueError):
-        return None

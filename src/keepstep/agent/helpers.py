@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 from keepstep.agent import proc
 from keepstep.agent.exceptions import SpawnRefused
-from keepstep.agent.node import KEEPER_PORT_FILE, Node
+from keepstep.agent.node import Node
 from keepstep.agent.programs import Programs
 from keepstep.agent.slots import Role, Slot
+from keepstep.model.env import KEEPER_PORT_FILE
 from keepstep.model.facts import StoreLost, StoreReady
 from keepstep.model.topology import Roster
 
@@ -118,7 +119,7 @@ class Helpers:
             else:
                 place += ["--token-file", config.token_file]
                 before = self._port_written()
-                await self._programs.start_helper(role, "keepstep.agent.keeper", place, fork=False)
+                await self._programs.start_helper(role, "keepstep.checkpoint.keeper", place, fork=False)
                 await self.keeper_ready(before)
                 self.on_keeper_port()
         except SpawnRefused as error:

@@ -29,10 +29,6 @@ from keepstep.model.facts import AnyFact, Fact
 from keepstep.model.ids import Epoch, JobId, Nanos, NodeId, Rank, show_epoch
 from keepstep.model.topology import Member, Roster
 
-ROSTER_FILE = "roster"
-"""Newest accepted roster, msgpack; the keeper reads it, and an agent that is started again."""
-KEEPER_PORT_FILE = "keeper.port"
-
 F = TypeVar("F", bound=Fact)
 
 
@@ -86,7 +82,7 @@ class Node:
             )
         self.roster = roster
         # On disk before anything is done in its name: an agent that is started again must know its fence.
-        write_atomic(self.dir / ROSTER_FILE, msgspec.msgpack.encode(roster))
+        write_atomic(self.dir / names.ROSTER_FILE, msgspec.msgpack.encode(roster))
         self.tell_keeper()
         if news := announce(roster):
             self.say(news)
@@ -98,11 +94,11 @@ class Node:
         """Pick up what an earlier agent of this job left on this node."""
         known = self.table.load()
         with contextlib.suppress(FileNotFoundError):
-            data = (self.dir / ROSTER_FILE).read_bytes()
+            data = (self.dir / names.ROSTER_FILE).read_bytes()
             try:
                 self.roster = msgspec.msgpack.decode(data, type=Roster)
             except msgspec.DecodeError as error:
-                raise BadConfig(f"{self.dir / ROSTER_FILE} is not a roster of this version: {error}") from error
+                raise BadConfig(f"{self.dir / names.ROSTER_FILE} is not a roster of this version: {error}") from error
         self.resumed = max((s.resumed for s in self.table), default=Epoch(0))
         self.level2 = any(s.attached or s.role == "standby" for s in self.table)
         return known
@@ -118,7 +114,7 @@ class Node:
 
     @property
     def keeper_port(self) -> int:
-        return read_int(self.dir / KEEPER_PORT_FILE) or 0
+        return read_int(self.dir / names.KEEPER_PORT_FILE) or 0
 
     def log_dir(self, attempt: int | None = None) -> Path:
         """Folder for output: of an attempt's ranks, or of the node's helpers."""

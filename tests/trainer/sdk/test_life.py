@@ -100,7 +100,7 @@ def test_a_lost_node_is_restored_from_the_buddys_keeper() -> None:
         try:
             for node in ("n", "m"):
                 (agent.root / node).mkdir(exist_ok=True)
-                words = [sys.executable, "-m", "keepstep.agent.keeper", "--host", "127.0.0.1"]
+                words = [sys.executable, "-m", "keepstep.checkpoint.keeper", "--host", "127.0.0.1"]
                 keepers.append(subprocess.Popen([*words, "--node-dir", str(agent.root / node)]))
             ports = {}
             for node in ("n", "m"):

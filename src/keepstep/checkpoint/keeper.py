@@ -3,7 +3,7 @@
 A process of its own without torch, so that neither a trainer's nor an agent's death touches it. It owns no state: the
 slots are files in memory, a restarted keeper finds them and goes on.
 
-    python -m keepstep.agent.keeper --node-dir D --host H [--token-file F]
+    python -m keepstep.checkpoint.keeper --node-dir D --host H [--token-file F]
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ from pathlib import Path
 
 import msgspec
 
-from keepstep.agent.files import read_int, write_atomic
 from keepstep.checkpoint import pair
 from keepstep.checkpoint.exceptions import CheckpointError, PeerRefused, SlotInvalid
+from keepstep.checkpoint.files import read_int, write_atomic
 from keepstep.checkpoint.peers import CHUNK, CHUNK_HEAD, Answer, Arrival, Get, KeeperRequest, Put, chunk_head
 from keepstep.checkpoint.slot import Slot, Version
-from keepstep.model.env import KEEPER_SOCKET, REPLICA_DIR, SNAP_DIR
+from keepstep.model.env import KEEPER_PORT_FILE, KEEPER_SOCKET, REPLICA_DIR, ROSTER_FILE, SNAP_DIR
 from keepstep.model.topology import Roster
 from keepstep.model.wire import FrameError, Unpacker, pack
 
-PORT_FILE = "keeper.port"
-ROSTER_FILE = "roster"
 MAX_CONNECTIONS = 64
 MAX_REQUEST = 64 * 1024
 SILENCE_S = 10.0
@@ -61,7 +59,7 @@ class Keeper:
         """Serve until cancelled."""
         server = await self._listen()
         port = server.sockets[0].getsockname()[1]
-        write_atomic(self._dir / PORT_FILE, str(port).encode())
+        write_atomic(self._dir / KEEPER_PORT_FILE, str(port).encode())
         bell = self._bell()
         self._read_roster()
         try:
@@ -76,7 +74,7 @@ class Keeper:
 
     async def _listen(self) -> asyncio.Server:
         """The port of a predecessor again where possible: the roster names it."""
-        before = read_int(self._dir / PORT_FILE) or 0
+        before = read_int(self._dir / KEEPER_PORT_FILE) or 0
         for _ in range(PORT_TRIES if before else 0):
             with contextlib.suppress(OSError):
                 return await asyncio.start_server(self._serve, self._host, before)
@@ -349,8 +347,8 @@ def _buddy_of(roster: Roster, node: str) -> str | None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry of ``python -m keepstep.agent.keeper``."""
-    ask = argparse.ArgumentParser(prog="keepstep.agent.keeper", description="Keep and serve snapshots in memory.")
+    """Entry of ``python -m keepstep.checkpoint.keeper``."""
+    ask = argparse.ArgumentParser(prog="keepstep.checkpoint.keeper", description="Keep and serve snapshots in memory.")
     ask.add_argument("--node-dir", required=True, type=Path)
     ask.add_argument("--host", required=True)
     ask.add_argument("--token-file", default="")
