@@ -26,8 +26,10 @@ Bytes = NDArray[np.uint8]
 
 MAX_WORKERS = 4
 """Threads of one call at most: this runs beside training."""
-SAMPLES, SAMPLE = 4, 16 * 1024
+SAMPLES, SAMPLE = 4, 8 * 1024
 """A form is tried on this many pieces of this many bytes of a stretch."""
+BLOCK = 256 * 1024
+"""Bytes that are transformed at a time: they stay in the processor's cache from pass to pass."""
 GLANCE = 4096
 """Bytes that are compared before it is worth comparing a whole stretch."""
 MEASURED_SHARE, MEASURED_LEAST = 16, 8
@@ -147,62 +149,83 @@ def _decode(frame: Frame, stored: Bytes, old: Bytes | None, out: Bytes) -> None:
 
 
 def _transform(new: Bytes, old: Bytes | None, form: Codec) -> memoryview:
-    """The bytes that are compressed: planes of the elements in ``form``, then what is no whole element."""
+    """The bytes that are compressed: planes of the elements in ``form``, then what is no whole element.
+
+    They lie in this thread's scratch memory until its next call.
+    """
     if form.form == "":
         return new.data
     width, whole = form.width, len(new) // form.width * form.width
-    if form.form == "xor":
-        assert old is not None
-        changed: Bytes = new ^ old
-    elif form.form == "sub":
-        assert old is not None
-        changed = np.empty_like(new)
-        changed[whole:] = new[whole:] ^ old[whole:]
-        changed[:whole] = _zigzag(new[:whole], old[:whole], width)
+    mixed = _scratch("mixed", len(new))
+    planes = mixed[:whole].reshape(width, -1)
+    for part in _blocks(whole):
+        here = new[part]
+        if form.form != "planes":
+            assert old is not None
+            here = _difference(here, old[part], form)
+        planes[:, part.start // width : part.stop // width] = here.reshape(-1, width).T
+    if old is None or form.form == "planes":
+        mixed[whole:] = new[whole:]
     else:
-        changed = new
-    if width == 1:
-        return changed.data
-    mixed = np.empty_like(new)
-    mixed[whole:] = changed[whole:]
-    mixed[:whole].reshape(width, -1)[:] = changed[:whole].reshape(-1, width).T
+        np.bitwise_xor(new[whole:], old[whole:], out=mixed[whole:])
     return mixed.data
+
+
+def _difference(new: Bytes, old: Bytes, form: Codec) -> Bytes:
+    """XOR, or the difference as integers, small in either direction: 0, -1, 1, -2 become 0, 1, 2, 3."""
+    found = _scratch("block", len(new))
+    if form.form == "xor":
+        return np.bitwise_xor(new, old, out=found)
+    signed = np.dtype(f"<i{form.width}")
+    step, sign = found.view(signed), _scratch("sign", len(new)).view(signed)
+    np.subtract(new.view(signed), old.view(signed), out=step)
+    np.right_shift(step, 8 * form.width - 1, out=sign)
+    np.left_shift(step, 1, out=step)
+    np.bitwise_xor(step, sign, out=step)
+    return found
 
 
 def _restore(body: Bytes, old: Bytes | None, form: Codec, out: Bytes) -> None:
     """The way back. ``out`` may be ``old``: each element is read before it is written."""
     width, whole = form.width, len(body) // form.width * form.width
-    changed = body
-    if width > 1:
-        changed = np.empty_like(body)
-        changed[whole:] = body[whole:]
-        planes, elements = body[:whole].reshape(width, -1), changed[:whole].reshape(-1, width)
+    planes = body[:whole].reshape(width, -1)
+    for part in _blocks(whole):
+        count = part.stop - part.start
+        mixed = _scratch("block", count)
+        elements = mixed.reshape(-1, width)
         for place in range(width):
-            elements[:, place] = planes[place]
-    if form.form == "xor":
-        assert old is not None
-        np.bitwise_xor(changed, old, out=out)
-    elif form.form == "sub":
-        assert old is not None
-        np.bitwise_xor(changed[whole:], old[whole:], out=out[whole:])
-        kind = np.dtype(f"<u{width}")
-        folded = changed[:whole].view(kind)
-        step = (folded >> 1) ^ (-(folded & 1)).astype(kind, copy=False)
-        out[:whole] = (_aligned(old[:whole]).view(kind) + step).view(np.uint8)
+            elements[:, place] = planes[place, part.start // width : part.stop // width]
+        if form.form == "sub":
+            assert old is not None
+            kind = np.dtype(f"<u{width}")
+            step, sign = mixed.view(kind), _scratch("sign", count).view(kind)
+            np.bitwise_and(step, 1, out=sign)
+            np.negative(sign, out=sign)
+            np.right_shift(step, 1, out=step)
+            np.bitwise_xor(step, sign, out=step)
+            np.add(old[part].view(kind), step, out=out[part].view(kind))
+        elif form.form == "xor":
+            assert old is not None
+            np.bitwise_xor(mixed, old[part], out=out[part])
+        else:
+            out[part] = mixed
+    if old is None or form.form in ("", "planes"):
+        out[whole:] = body[whole:]
     else:
-        out[:] = changed
+        np.bitwise_xor(body[whole:], old[whole:], out=out[whole:])
 
 
-def _zigzag(new: Bytes, old: Bytes, width: int) -> Bytes:
-    """Difference as integers, small in either direction: 0, -1, 1, -2 become 0, 1, 2, 3."""
-    signed = np.dtype(f"<i{width}")
-    step = _aligned(new).view(signed) - _aligned(old).view(signed)
-    folded: Bytes = ((step << 1) ^ (step >> (8 * width - 1))).view(np.uint8)
-    return folded
+def _blocks(size: int) -> Iterator[slice]:
+    for at in range(0, size, BLOCK):
+        yield slice(at, min(at + BLOCK, size))
 
 
-def _aligned(data: Bytes) -> Bytes:
-    return data if data.ctypes.data % 8 == 0 else data.copy()
+def _scratch(name: str, size: int) -> Bytes:
+    """Memory of this thread that is used again and again, so that it stays in the cache."""
+    held: dict[str, Bytes] = _kept.__dict__.setdefault("scratch", {})
+    if name not in held or len(held[name]) < size:
+        held[name] = np.empty(max(size, BLOCK), np.uint8)
+    return held[name][:size]
 
 
 def _equal(new: Bytes, old: Bytes) -> bool:
