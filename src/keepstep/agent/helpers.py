@@ -1,10 +1,11 @@
-"""The node's helpers: keeper and rendezvous store, started, found again, and started again when they die."""
+"""The node's helpers: keeper, archiver and rendezvous store, started, found again, and started again when they die."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import Callable
 
 from keepstep.agent import proc
@@ -12,6 +13,9 @@ from keepstep.agent.exceptions import SpawnRefused
 from keepstep.agent.node import Node
 from keepstep.agent.programs import Programs
 from keepstep.agent.slots import Role, Slot
+from keepstep.checkpoint import config as checkpoint_config
+from keepstep.checkpoint.config import CheckpointConfig
+from keepstep.model import env as names
 from keepstep.model.env import KEEPER_PORT_FILE
 from keepstep.model.facts import StoreLost, StoreReady
 from keepstep.model.topology import Roster
@@ -26,6 +30,12 @@ STORE_ANSWER_S = 30.0
 """A store that does not answer its agent for so long is frozen."""
 KEEPER_START_S = 10.0
 """How long the first word to the controller waits for the keeper's port."""
+FINISH_S = 120.0
+"""How long the archiver may take for the last checkpoint when the job is done; what is pinned later is not written."""
+FINISH_STOPPED_S = 20.0
+"""The same where the job is stopped or fails: the launcher and the scheduler behind it have less patience."""
+FINISH_SAY_S = 2.0
+"""Waiting longer than this is said."""
 
 
 class Helpers:
@@ -40,19 +50,67 @@ class Helpers:
         """Runs while the store owes us a word."""
         self._unused = 0
         self.stopping = False
+        self._finishing = False
+        self._archived = asyncio.Event()
+        """There is no archiver any more, or nobody waits for it any more."""
         self.on_keeper_port: Callable[[], None] = lambda: None
         programs.on_helper_gone = self._gone
 
     def start(self) -> None:
         """Start what this node shall run and does not yet (a former agent may have left it running)."""
-        for role in self._node.config.services:
-            found = next((s for s in self._node.table if s.role == role), None)
+        for role in self._roles():
+            found = self._slot_of(role)
             if found is None:
                 self._start_later(role, 0.0)
             elif role == "store":
                 self._attach_store()
-        if not any(s.role == "store" for s in self._node.table):
+        if self._slot_of("store") is None:
             self._store_lost("the store process is gone")
+
+    def write_checkpoint_config(self) -> None:
+        """Before anybody reads it. A node directory without room is found out by what needs more of it."""
+        spec = self._node.spec
+        config = CheckpointConfig(
+            job=spec.job, policy=spec.ckpt, layout=spec.layout, snapshot_every=spec.snapshot_every, level=2
+        )
+        try:
+            checkpoint_config.write(self._node.dir, config)
+        except OSError as error:
+            self._node.say(f"the engine's settings could not be written ({error.strerror}); its defaults hold")
+
+    def _roles(self) -> tuple[Role, ...]:
+        """Generations are written where the memory is kept that they are written from."""
+        services = self._node.config.services
+        policy = self._node.spec.ckpt
+        durable = bool(policy.dir or policy.local_dir)
+        return (*services, "archiver") if durable and "keeper" in services else services
+
+    async def finish(self, limit_s: float) -> None:
+        """Let the archiver write the last checkpoint: no rank trains any more. Bounded."""
+        slot = self._slot_of("archiver")
+        if slot is None or not slot.alive():
+            return
+        self._finishing = True
+        path = self._node.dir / names.ARCHIVER_SOCKET
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
+            sock.setblocking(False)
+            sock.sendto(names.ARCHIVER_FINISH, str(path))
+        say = asyncio.get_running_loop().call_later(
+            FINISH_SAY_S, self._node.say, f"the last checkpoint is being written; waiting for it up to {limit_s:g} s"
+        )
+        try:
+            await asyncio.wait_for(self._archived.wait(), limit_s)
+        except TimeoutError:
+            self._node.say(
+                f"the archiver has not finished within {limit_s:g} s and is ended; what it has completed stays, its "
+                f"output is in {slot.err}"
+            )
+        finally:
+            say.cancel()
+
+    def hurry(self) -> None:
+        """Whoever insists that the node leaves does not want to wait for a checkpoint."""
+        self._archived.set()
 
     async def keeper_ready(self, before: int = 0) -> None:
         """Wait for the keeper's port, bounded: without it this node only cannot hold replicas for others.
@@ -90,6 +148,9 @@ class Helpers:
     # ------------------------------------------------------------ starting
 
     def _gone(self, slot: Slot) -> None:
+        if slot.role == "archiver" and self._finishing:
+            self._archived.set()
+            return
         if self.stopping:
             return
         if slot.role == "store":
@@ -116,6 +177,9 @@ class Helpers:
             if role == "store":
                 await self._programs.start_helper(role, "keepstep.agent.rendezvous_torch", place, fork=True)
                 self._attach_store()
+            elif role == "archiver":
+                place = ["--node-dir", config.node_dir]
+                await self._programs.start_helper(role, "keepstep.checkpoint.archiver", place, fork=False)
             else:
                 place += ["--token-file", config.token_file]
                 before = self._port_written()
@@ -155,7 +219,10 @@ class Helpers:
             await asyncio.sleep(pause)
 
     def _store_slot(self) -> Slot | None:
-        return next((s for s in self._node.table if s.role == "store"), None)
+        return self._slot_of("store")
+
+    def _slot_of(self, role: Role) -> Slot | None:
+        return next((s for s in self._node.table if s.role == role), None)
 
     def _expect_word(self, within_s: float) -> None:
         """The store has to say something by then; an earlier limit that runs already stays."""

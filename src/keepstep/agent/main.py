@@ -25,8 +25,9 @@ from keepstep.agent.departure import Departure
 from keepstep.agent.deputy import Deputy
 from keepstep.agent.exceptions import AgentError, BadConfig
 from keepstep.agent.faults import Faults
-from keepstep.agent.helpers import Helpers
+from keepstep.agent.helpers import FINISH_S, FINISH_STOPPED_S, Helpers
 from keepstep.agent.node import Node
+from keepstep.agent.notes import NotesDoor
 from keepstep.agent.programs import Programs
 from keepstep.agent.pulse import Pulse
 from keepstep.agent.shimlink import ShimLink
@@ -59,6 +60,7 @@ class Agent:
         self.faults = Faults(node, self.workers)
         self.supervisor = Supervisor(node, self.programs, self.workers, self.faults)
         self.helpers = Helpers(node, self.programs)
+        self.notes = NotesDoor(node)
         self.uplink = Uplink(node)
         self.deputy = Deputy(node, self.supervisor, self.helpers, self.uplink)
         self.pulse = Pulse(node)
@@ -83,7 +85,9 @@ class Agent:
         """Until the end of this node's part; the exit code is the job's."""
         parts: list[asyncio.Task[None]] = []
         try:
+            self.helpers.write_checkpoint_config()
             await self.workers.open()
+            self.notes.open()
             await self.deputy.server.open()
             self.uplink.peer_port = self.deputy.server.port
             self._watch_signals()
@@ -144,6 +148,7 @@ class Agent:
                 continue
             since = since if since is not None else loop.time()
             if loop.time() - since >= limit and not self._left.done():
+                await self.helpers.finish(FINISH_S)
                 self._left.set_result(Departure.alone(self.node.table.first_fault, limit))
 
     # ------------------------------------------------------------ the end
@@ -155,6 +160,7 @@ class Agent:
 
     def _signalled(self, number: signal.Signals) -> None:
         if self._farewell is not None:
+            self.helpers.hurry()
             for slot in self.node.table:
                 if slot.is_program:
                     self.supervisor.kill(slot)
@@ -183,6 +189,8 @@ class Agent:
         async def leave() -> None:
             self.node.report(AgentLeft, why=why)
             await self.supervisor.end_programs(STOP_GRACE_S, number)
+            await self.helpers.finish(FINISH_STOPPED_S)
+            self.notes.flush()
             await self.uplink.flush()
             if not self._left.done():
                 self._left.set_result(Departure(code=code, why=why))
@@ -191,6 +199,8 @@ class Agent:
 
     async def _stopped(self, stop: StopJob) -> None:
         """The controller's last order is carried out."""
+        await self.helpers.finish(FINISH_STOPPED_S if stop.code else FINISH_S)
+        self.notes.flush()
         await self.uplink.flush()
         if not self._left.done():
             self._left.set_result(Departure.ordered(stop))
@@ -209,6 +219,7 @@ class Agent:
             task.cancel()
         await asyncio.gather(*parts, return_exceptions=True)
         self.workers.close()
+        self.notes.close()
         self.deputy.server.close()
         self.node.outbox.close()
         departure.write_exit(self.node, end, self.node.table.first_fault)

@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 
 from keepstep.agent.files import write_atomic
-from keepstep.model.facts import AnyFact, RankAdvanced, RankJoined, RankStalled, StallEnded
+from keepstep.model.facts import AnyFact, CheckpointNoted, RankAdvanced, RankJoined, RankStalled, StallEnded
 from keepstep.model.wire import Acked, FrameError, Reports, Unpacker, pack
 
 KEPT_FACTS = 10_000
-"""Unacknowledged facts; beyond it what can be spared (stalls, progress) is dropped, beyond twice that everything."""
+"""Unheard facts; beyond it what can be spared (stalls, progress, notes) is dropped, beyond twice that everything."""
 FILE_BYTES = 64 * 1024 * 1024
 """Beyond it facts are kept in memory only."""
 COMPACT_BYTES = 256 * 1024
@@ -27,7 +27,7 @@ COMPACT_BYTES = 256 * 1024
 SYNC_EVERY_S = 0.2
 """While the controller is away, how often the file is forced to the disk at most."""
 
-_SPARABLE = (RankStalled, StallEnded, RankJoined, RankAdvanced)
+_SPARABLE = (CheckpointNoted, RankStalled, StallEnded, RankJoined, RankAdvanced)
 
 
 class Outbox:

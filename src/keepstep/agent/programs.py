@@ -281,7 +281,7 @@ class Programs:
                 )
             case "standby":
                 self._standby_gone(slot, code, number)
-            case "store" | "keeper":
+            case "store" | "keeper" | "archiver":
                 pass
         # Reported (and so in the outbox) first: dying here repeats a report, never loses one.
         self._node.table.remove(slot.id)

@@ -26,7 +26,7 @@ KEPT_ACTIONS = 1000
 KEPT_ENDED = 2000
 """Names of slots that ended, remembered so that none is started twice."""
 
-Role = Literal["worker", "standby", "store", "keeper"]
+Role = Literal["worker", "standby", "store", "keeper", "archiver"]
 
 
 class Slot(Struct, kw_only=True):
