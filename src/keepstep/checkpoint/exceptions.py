@@ -43,6 +43,10 @@ class GenerationIncomplete(CheckpointError):
     """Not all parts of a generation are there; it does not exist yet, or will never."""
 
 
+class LayoutMismatch(CheckpointError):
+    """The pieces of a checkpoint do not make up what a rank wants; names the tensor and the region."""
+
+
 class TierError(CheckpointError):
     """A durable tier could not do what was asked; training goes on without it."""
 
