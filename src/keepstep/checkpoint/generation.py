@@ -56,6 +56,10 @@ class Part(Struct, frozen=True, kw_only=True):
         header: bytes before the payload in a safetensors file.
         tensors: records of the payload; ``offset`` counts from the payload's start.
         plain: the rank's small state (hyper-parameters, random state, data position): msgpack, see ``plain_torch``.
+        key, run: of which roster and of which run of the job this state is. Two histories may reach the same version in
+            one folder; parts that differ here never become one generation.
+        written_ns: when the payload was durable.
+        read_back: whether the payload was read again from the tier and matched before this description was written.
     """
 
     format: int = FORMAT
@@ -75,6 +79,15 @@ class Part(Struct, frozen=True, kw_only=True):
     frames: tuple[Frame, ...] = ()
     plain: bytes = b""
     replicated: bool = False
+    key: str = ""
+    run: str = ""
+    written_ns: int = 0
+    read_back: bool = False
+
+    @property
+    def history(self) -> tuple[str, str, str]:
+        """Parts of one generation agree in this."""
+        return self.job, self.run, self.key
 
 
 class PartRef(Struct, frozen=True, kw_only=True):

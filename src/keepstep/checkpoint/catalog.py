@@ -1,0 +1,213 @@
+"""Catalog: what a durable tier holds, judged by what is there and not by what was meant to be.
+
+A generation is complete when its manifest is there, is what was written, and everything that it names is there. All
+else is unfinished, being removed, or damaged, and is never restored.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from msgspec import Struct, structs
+
+from keepstep.checkpoint.exceptions import GenerationIncomplete, ManifestDamaged, TierMissing
+from keepstep.checkpoint.generation import (
+    MANIFEST,
+    VERIFIED,
+    Manifest,
+    Part,
+    Verified,
+    folder,
+    manifest_name,
+    part_name,
+    payload_name,
+    unseal,
+    verified_name,
+    version_of,
+)
+from keepstep.checkpoint.slot import Version
+from keepstep.checkpoint.sums import digest
+from keepstep.ports.tier import Tier
+
+MAX_NAMED = 8
+"""Ranks that a sentence names before it says how many more there are."""
+
+
+class Generation(Struct, frozen=True, kw_only=True):
+    """One generation of a tier.
+
+    Attributes:
+        complete: it may be restored.
+        verified: everything in it has been read back.
+        ranks: whose part is whole here. On a node's own tier these are the parts of that node's ranks, and each counts
+            by itself: no manifest says so.
+        why: why it is not complete, for people.
+    """
+
+    version: Version
+    complete: bool = False
+    verified: bool = False
+    job: str = ""
+    world_size: int = 0
+    created_ns: int = 0
+    bytes: int = 0
+    bases: tuple[Version, ...] = ()
+    ranks: tuple[int, ...] = ()
+    replicated: bool = False
+    why: str = ""
+
+
+def read(tier: Tier) -> list[Generation]:
+    """Everything that the tier holds, newest first. One listing, and the manifests.
+
+    Raises:
+        TierError: the tier cannot be listed. A damaged manifest is no error, only a generation that is not complete.
+    """
+    found: dict[Version, set[str]] = defaultdict(set)
+    for name in tier.names("step-"):
+        head, slash, tail = name.partition("/")
+        version = version_of(head)
+        if version is not None and slash:
+            found[version].add(tail)
+    judged = {version: _judge(tier, version, found[version]) for version in sorted(found)}
+    for version, generation in judged.items():  # oldest first, so that a broken chain is passed on
+        judged[version] = _rest(generation, [judged.get(base) or Generation(version=base) for base in generation.bases])
+    return list(reversed(judged.values()))
+
+
+def look(tier: Tier, version: Version) -> Generation:
+    """One generation; not complete and without ranks where there is nothing."""
+    prefix = f"{folder(version)}/"
+    found = _judge(tier, version, {name.removeprefix(prefix) for name in tier.names(prefix)})
+    return _rest(found, [look(tier, base) for base in found.bases])
+
+
+def _rest(generation: Generation, bases: Iterable[Generation]) -> Generation:
+    """A difference is worth what it rests on."""
+    for base in bases:
+        if not base.complete and generation.complete:
+            why = f"rests on step {base.version.step}, which is not complete: {base.why or 'it is gone'}"
+            return structs.replace(generation, complete=False, verified=False, why=why)
+    return generation
+
+
+def newest(generations: Iterable[Generation]) -> Generation | None:
+    """The newest complete one."""
+    return max((g for g in generations if g.complete), key=lambda g: g.version, default=None)
+
+
+def manifest(tier: Tier, version: Version) -> Manifest:
+    """Raises ``GenerationIncomplete`` where there is none, ``ManifestDamaged`` when it is not what was written."""
+    return _manifest(tier, version)[0]
+
+
+def part(tier: Tier, version: Version, rank: int) -> Part:
+    """The description of one rank's part.
+
+    Raises:
+        GenerationIncomplete: it is not there.
+        ManifestDamaged: it is not what was written, or describes something else.
+    """
+    name = part_name(version, rank)
+    try:
+        data = tier.get(name)
+    except TierMissing as error:
+        raise GenerationIncomplete(f"{tier.where}/{name}: there is no such part") from error
+    return check_part(data, f"{tier.where}/{name}", version, rank)
+
+
+def check_part(data: bytes, name: str, version: Version, rank: int) -> Part:
+    """Unseal, and see that it is the part of this rank and version.
+
+    Raises:
+        ManifestDamaged: it is not.
+    """
+    found = unseal(data, Part, name)
+    if found.version != version or found.rank != rank:
+        raise ManifestDamaged(
+            f"{name}: describes rank {found.rank} of step {found.version.step}, not what its name says"
+        )
+    return found
+
+
+def is_verified(tier: Tier, version: Version, manifest_sum: int) -> bool:
+    """Whether ``verified.json`` is there, whole, and about this very manifest."""
+    name = verified_name(version)
+    try:
+        found = unseal(tier.get(name), Verified, name)
+    except (TierMissing, ManifestDamaged):
+        return False
+    return found.version == version and found.manifest_sum == manifest_sum
+
+
+def missing_ranks(present: Iterable[int], world_size: int) -> str:
+    """``2, 5 and 3 more``."""
+    there = set(present)
+    ranks = [rank for rank in range(world_size) if rank not in there]
+    text = ", ".join(str(rank) for rank in ranks[:MAX_NAMED])
+    return f"{text} and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else text
+
+
+def whole_ranks(names: set[str]) -> tuple[int, ...]:
+    """Ranks of which description and payload are named."""
+    ranks = []
+    for name in names:
+        stem, _, kind = name.partition(".")
+        payload = f"{stem}.safetensors" in names or f"{stem}.delta" in names
+        if payload and kind == "json" and stem.startswith("rank") and stem[4:].isdigit():
+            ranks.append(int(stem[4:]))
+    return tuple(sorted(ranks))
+
+
+def _manifest(tier: Tier, version: Version) -> tuple[Manifest, bytes]:
+    name = manifest_name(version)
+    try:
+        data = tier.get(name)
+    except TierMissing as error:
+        raise GenerationIncomplete(f"{tier.where}/{folder(version)}: has no manifest: unfinished") from error
+    found = unseal(data, Manifest, f"{tier.where}/{name}")
+    if found.version != version:
+        raise ManifestDamaged(f"{tier.where}/{name}: describes step {found.version.step}, not what its folder says")
+    if sorted(ref.rank for ref in found.parts) != list(range(found.world_size)):
+        raise ManifestDamaged(f"{tier.where}/{name}: does not name one part per rank")
+    if any(not base < version for base in found.bases):
+        raise ManifestDamaged(f"{tier.where}/{name}: rests on a later step than its own")
+    return found, data
+
+
+def _judge(tier: Tier, version: Version, names: set[str]) -> Generation:
+    ranks = whole_ranks(names)
+    if MANIFEST not in names:
+        return Generation(version=version, ranks=ranks, why="unfinished: has no manifest")
+    try:
+        found, data = _manifest(tier, version)
+    except (ManifestDamaged, GenerationIncomplete) as error:
+        return Generation(version=version, ranks=ranks, why=str(error))
+    absent = missing_ranks(ranks, found.world_size)
+    return Generation(
+        version=version,
+        complete=not absent,
+        verified=not absent and VERIFIED in names and is_verified(tier, version, digest(data)),
+        job=found.job,
+        world_size=found.world_size,
+        created_ns=found.created_ns,
+        bytes=sum(ref.bytes for ref in found.parts),
+        bases=found.bases,
+        ranks=ranks,
+        replicated=found.replicated,
+        why=f"parts of ranks {absent} are gone" if absent else "",
+    )
+
+
+def objects(names: Iterable[str], version: Version) -> list[str]:
+    """Names of a generation's objects in the order in which they may be removed: what makes it exist goes first."""
+    order = {MANIFEST: 0, VERIFIED: 1}
+    prefix = f"{folder(version)}/"
+    inside = [name for name in names if name.startswith(prefix)]
+    return sorted(inside, key=lambda name: (order.get(name[len(prefix) :], 2 + (not name.endswith(".json"))), name))
+
+
+def payload_of(found: Part) -> str:
+    """Name of the object that holds a part's payload."""
+    return payload_name(found.version, found.rank, found.kind)
