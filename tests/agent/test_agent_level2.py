@@ -68,6 +68,9 @@ def say(frame):
     except OSError:
         pass  # the agent is gone; the next hello says it again
 while True:
+    if (run / "away").exists():
+        time.sleep(0.02)
+        continue
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.connect(str(node_dir / "agent.sock"))
@@ -279,6 +282,31 @@ def test_worker_errors_and_injected_faults(node_dir: Path, tmp_path: Path) -> No
             assert ended.error is not None
             assert (ended.rank, ended.code, ended.error.signature) == (1, 1, "ValueError@t.py:3")
             assert seats(agent, "r0e65536").count("SlowDown") == 1
+
+    run(story)
+
+
+def test_fault_for_a_worker_that_is_on_its_way_back_waits_for_it(node_dir: Path, tmp_path: Path) -> None:
+    """An order that comes between an agent's restart and the worker's next hello is carried out with that hello."""
+
+    async def story() -> None:
+        async with rig(node_dir, tmp_path, spec={"allow_inject": True}) as (controller, [agent]):
+            await joined(controller)
+            await running(controller, roster_of("n0"), 2)
+            (agent.run_dir / "away").write_text("")
+            await agent.kill()
+            controller.facts.clear()
+            await agent.start()
+            await joined(controller)
+            controller.order(
+                InjectFault(
+                    id=next_id("slow"), job=JOB, epoch=Epoch(1 << 16), node=NodeId("n0"), fault="slow", rank=Rank(0)
+                )
+            )
+            await controller.wait(ActionDone)
+            assert "SlowDown" not in seats(agent, "r0e65536")
+            (agent.run_dir / "away").unlink()
+            await until(lambda: "SlowDown" in seats(agent, "r0e65536"))
 
     run(story)
 

@@ -63,9 +63,9 @@ class Faults:
                         order.seconds, proc.send_signal, slot.pid, slot.start, signal.SIGCONT
                     )
             case "exception":
-                self._workers.send(slot.id, RaiseInjected())
+                self._workers.send_or_owe(slot.id, RaiseInjected())
             case "slow":
-                self._workers.send(slot.id, SlowDown(seconds=order.seconds))
+                self._workers.send_or_owe(slot.id, SlowDown(seconds=order.seconds))
 
     def _target(self, order: InjectFault) -> Slot | None:
         return next((s for s in self._node.table.workers() if s.rank == order.rank and s.alive()), None)

@@ -57,6 +57,7 @@ class Workers:
         self._node = node
         self._writers: dict[SlotId, asyncio.StreamWriter] = {}
         self._pids: dict[SlotId, int] = {}
+        self._owed: dict[SlotId, AgentToWorker] = {}
         self._server: asyncio.Server | None = None
         self.on_resumed: Callable[[Epoch], None] = lambda epoch: None
         self.on_parked: Callable[[], None] = lambda: None
@@ -84,6 +85,11 @@ class Workers:
             return False
         writer.write(pack(frame))
         return True
+
+    def send_or_owe(self, slot: SlotId, frame: AgentToWorker) -> None:
+        """Also to a worker that is on its way back to a restarted agent; one frame each, the newest."""
+        if not self.send(slot, frame):
+            self._owed[slot] = frame
 
     def seat(self, slot: Slot) -> bool:
         """Tell a worker its seat in the roster that holds."""
@@ -133,6 +139,8 @@ class Workers:
             self._attach(slot, hello)
             if self._node.roster is not None and hello.epoch < self._node.roster.epoch:
                 self.seat(slot)
+        if (owed := self._owed.pop(slot.id, None)) is not None:
+            self.send(slot.id, owed)
         return slot
 
     def _reason_to_refuse(self, hello: WorkerHello, slot: Slot | None) -> str | None:
