@@ -244,7 +244,7 @@ BAD_USAGE = [
     (["--ckpt-overhead", "200%", "t.py"], "--ckpt-overhead '200%'"),
     (["--ckpt-rate-peer", "fast", "t.py"], "--ckpt-rate-peer 'fast' is not a rate"),
     (["--ckpt-rate-remote", "0.1B/s", "t.py"], "--ckpt-rate-remote"),
-    (["--ckpt-dir", "s3a://bucket/x", "t.py"], "did you mean s3://?"),
+    (["--ckpt-dir", "s3a://bucket/x", "t.py"], "there is no s3a:// here"),
     (["--ckpt-dir", "s3://", "t.py"], "names no bucket"),
     (["--ckpt-dir", "file://other/x", "t.py"], "names no directory of this machine"),
     (["--ckpt-local-dir", "s3://bucket/x", "t.py"], "is not on this node's disk"),

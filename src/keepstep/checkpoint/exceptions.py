@@ -7,12 +7,27 @@ class CheckpointError(RuntimeError):
     """Base of all errors of this package."""
 
 
+class BadSetting(CheckpointError):
+    """A setting cannot be meant; ``help`` is the way out."""
+
+    def __init__(self, message: str, help: str) -> None:
+        super().__init__(message)
+        self.help = help
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}; {self.help}"
+
+
 class SlotInvalid(CheckpointError):
     """A snapshot file is incomplete, torn or not one of ours; another holder has to be asked."""
 
 
 class SlotDamaged(SlotInvalid):
     """Bytes of a snapshot differ from their checksums: memory, a wire or a program has changed them."""
+
+
+class VersionGone(SlotInvalid):
+    """A version was overwritten while it was being read; its writer has a newer one."""
 
 
 class SlotFull(CheckpointError):
