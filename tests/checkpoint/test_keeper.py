@@ -23,7 +23,8 @@ from keepstep.checkpoint.peers import CHUNK, CHUNK_HEAD, Answer, Arrival, PeerCl
 from keepstep.checkpoint.slot import HEADER, Slot, Version
 from keepstep.model.env import KEEPER_SOCKET, REPLICA_DIR, SNAP_DIR
 from keepstep.model.ids import Epoch, JobId, NodeId, Rank, SlotId
-from keepstep.model.topology import Member, Place, Roster, buddies
+from keepstep.model.placement import Host, place
+from keepstep.model.topology import Member, Place, Roster
 from keepstep.model.wire import Unpacker, pack
 from tests.checkpoint.test_slot import fill
 
@@ -57,7 +58,7 @@ class Fleet:
         return int((self.root / node / "keeper.port").read_text())
 
     def roster(self, epoch: int = 1, origin: str = "controller") -> Roster:
-        homes = buddies([NodeId(node) for node in self.nodes])
+        homes = place([Host(NodeId(node), (i,)) for i, node in enumerate(self.nodes)]).buddy
         return Roster(
             job=JobId("job"),
             epoch=Epoch(epoch),

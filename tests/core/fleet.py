@@ -104,6 +104,8 @@ class Fleet:
         """Ranks whose every new process dies at once."""
         self.bad_seats: set[tuple[NodeId, Rank]] = set()
         self.entered: set[str] = set()
+        self.racks: dict[str, str] = {}
+        """Racks by node; what is not here is not known."""
         self.checked = False
         """Check at every fact that deciding changes nothing and that the log alone rebuilds the state."""
         self.shadow = Controller(policy)
@@ -237,6 +239,7 @@ class Fleet:
             peer_port=7000,
             keeper_port=7001,
             node_rank=agent.node_rank,
+            rack=self.racks.get(name, ""),
             wants_standby=agent.wants_standby,
             epoch=agent.epoch,
             slots=slots,
@@ -509,9 +512,13 @@ def spec(**changes: Any) -> JobSpec:
     return JobSpec(**{**words, **changes})
 
 
-def running(*, standby_nodes: int = 0, sdk: bool = True, policy: Policy | None = None, **changes: Any) -> Fleet:
+def running(
+    *, standby_nodes: int = 0, sdk: bool = True, policy: Policy | None = None, racks: dict[str, str] | None = None,
+    **changes: Any,
+) -> Fleet:  # fmt: skip
     """A job of two nodes with two ranks each, training."""
     fleet = Fleet(spec(**changes), policy, sdk=sdk)
+    fleet.racks = racks or {}
     for index in range(fleet.spec.max_nodes):
         fleet.connect(f"n{index}")
     for index in range(standby_nodes):

@@ -133,6 +133,7 @@ def _agent_joined(job: Job, fact: AgentJoined) -> None:
         peer_port=fact.peer_port,
         keeper_port=fact.keeper_port,
         node_rank=fact.node_rank,
+        rack=fact.rack,
         wants_standby=fact.wants_standby,
         arrival=before.arrival if before else len(job.nodes),
         epoch=fact.epoch,

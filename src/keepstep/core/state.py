@@ -66,6 +66,7 @@ class Node(Struct, frozen=True, kw_only=True):
     keeper_port: int
     arrival: int
     node_rank: int | None = None
+    rack: str = ""
     wants_standby: bool = False
     epoch: Epoch = NO_EPOCH
     slots: tuple[SlotState, ...] = ()

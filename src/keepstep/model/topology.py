@@ -141,16 +141,6 @@ class Roster(Struct, frozen=True, kw_only=True):
         return f"e{self.epoch}/{self.origin}"
 
 
-def buddies(nodes: Sequence[NodeId]) -> dict[NodeId, NodeId | None]:
-    """Give each node the next one in the ring as the home of its replicas (group placement, Gemini, SOSP '23).
-
-    Losing any one node then loses no state: every node's replica lives on another node.
-    """
-    if len(nodes) < 2:
-        return dict.fromkeys(nodes)
-    return {node: nodes[(i + 1) % len(nodes)] for i, node in enumerate(nodes)}
-
-
 def fold_ranks(ranks: Sequence[int]) -> str:
     """``0-20,22-511`` for a set of ranks; ``-`` for none."""
     out: list[str] = []

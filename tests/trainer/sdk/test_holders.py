@@ -10,7 +10,8 @@ import pytest
 from keepstep.checkpoint.exceptions import PeerUnreachable, SlotInvalid
 from keepstep.checkpoint.slot import Version
 from keepstep.model.ids import Epoch, JobId, NodeId, Rank, SlotId
-from keepstep.model.topology import Member, Place, Roster, buddies
+from keepstep.model.placement import Host, place
+from keepstep.model.topology import Member, Place, Roster
 from keepstep.trainer import recovery_torch
 from keepstep.trainer.recovery_torch import Restorer
 
@@ -42,7 +43,7 @@ class Local:
 
 
 def roster(replica_node: NodeId | None) -> Roster:
-    homes = buddies(NODES)
+    homes = place([Host(node, (i,)) for i, node in enumerate(NODES)]).buddy
     return Roster(
         job=JobId("j"), epoch=Epoch(1 << 16), origin="controller", mode="in_process", world_size=50,
         members=tuple(

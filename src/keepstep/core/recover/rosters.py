@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from keepstep.core.state import ORIGIN, Job, Node, Store, seat_key
 from keepstep.model.ids import Epoch, IncidentId, NodeId, Rank, SlotId, show_epoch
-from keepstep.model.topology import JoinMode, Member, Place, Roster, buddies
+from keepstep.model.placement import Host, Placement, place
+from keepstep.model.topology import JoinMode, Member, Place, Roster
 
 
 def cold_slot(rank: int, epoch: Epoch) -> SlotId:
@@ -34,19 +35,42 @@ def pick_store(job: Job, nodes: Sequence[NodeId]) -> tuple[NodeId, Store] | None
     return None
 
 
-def places_of(nodes: Sequence[Node]) -> tuple[Place, ...]:
-    """The nodes of a roster, each with the next one as the home of its replicas."""
-    ring = buddies([node.node for node in nodes])
+def places_of(
+    job: Job, nodes: Sequence[Node], members: Sequence[Member], moves: Mapping[NodeId, NodeId] | None = None
+) -> tuple[Place, ...]:
+    """The nodes of a roster, each with the home of its copies.
+
+    Args:
+        moves: nodes that were given up, and who takes their seats: those take over their place in the pattern, too.
+    """
+    homes = _placement(job, nodes, members, moves or {}).buddy
     return tuple(
         Place(
             node=node.node,
             host=node.host,
             keeper_port=node.keeper_port,
             peer_port=node.peer_port,
-            buddy=ring[node.node],
+            rack=node.rack,
+            buddy=homes[node.node],
         )
         for node in nodes
     )
+
+
+def _placement(
+    job: Job, nodes: Sequence[Node], members: Sequence[Member], moves: Mapping[NodeId, NodeId]
+) -> Placement:
+    """Copies stay where they are as far as may be: a copy that moves has to be made again."""
+    ranks: dict[NodeId, list[int]] = {}
+    for member in members:
+        ranks.setdefault(member.node, []).append(member.rank)
+    before = {
+        moves.get(at.node, at.node): moves.get(at.buddy, at.buddy)
+        for at in (job.roster.places if job.roster else ())
+        if at.buddy is not None
+    }
+    hosts = [Host(node.node, tuple(ranks.get(node.node, ())), node.rack) for node in nodes]
+    return place(hosts, job.spec.layout, before)
 
 
 def first_order(nodes: Sequence[Node]) -> list[Node]:
@@ -89,7 +113,7 @@ def anew(
         mode=mode,
         world_size=len(members),
         members=tuple(members),
-        places=places_of(nodes),
+        places=places_of(job, nodes, members),
         store_host=store.host,
         store_port=store.port,
         attempt=attempt,
@@ -145,7 +169,7 @@ def reseat(
         mode="in_process",
         world_size=before.world_size,
         members=tuple(members),
-        places=places_of(nodes),
+        places=places_of(job, nodes, members, moves),
         store_host=store.host,
         store_port=store.port,
         attempt=before.attempt,
