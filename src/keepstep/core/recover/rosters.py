@@ -57,9 +57,7 @@ def places_of(
     )
 
 
-def _placement(
-    job: Job, nodes: Sequence[Node], members: Sequence[Member], moves: Mapping[NodeId, NodeId]
-) -> Placement:
+def _placement(job: Job, nodes: Sequence[Node], members: Sequence[Member], moves: Mapping[NodeId, NodeId]) -> Placement:
     """Copies stay where they are as far as may be: a copy that moves has to be made again."""
     ranks: dict[NodeId, list[int]] = {}
     for member in members:
