@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from keepstep.agent.limits import AGENT_GAP_S, PARKED_SILENT_S
 from keepstep.agent.pulse import Pulse
 from keepstep.agent.slots import Slot
 from keepstep.model.beat import LAYOUT, SIZE, Phase, Word
-from keepstep.model.ids import SlotId
+from keepstep.model.facts import RankStalled
+from keepstep.model.ids import Epoch, Rank, SlotId
 
 
 class Standby:
@@ -77,3 +79,27 @@ def test_standby_that_still_starts_may_be_silent(standby: Standby) -> None:
     slot.parked = False
     standby.look(3 * PARKED_SILENT_S, beats=False)
     assert standby.ended == []
+
+
+@pytest.mark.parametrize("waited_s", [0.0, 25.0])
+def test_time_in_the_queue_for_a_processor_is_not_idle(
+    node_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waited_s: float
+) -> None:
+    """30 s without a beat are a stall for a limit of 10 s, but not when the machine let the rank run for 5 s only."""
+    standby = Standby(node_dir, tmp_path)
+    slot = standby.node.table.get(SlotId("s0"))
+    assert slot is not None
+    slot.role, slot.rank, slot.epoch = "worker", Rank(0), Epoch(1)
+    waited = 7_000_000_000
+    monkeypatch.setattr(proc, "waited_for_cpu_ns", lambda pid: waited)
+    monkeypatch.setattr("keepstep.agent.pulse.stall_limit_s", lambda *_: 10.0)
+    told: list[object] = []
+    monkeypatch.setattr(standby.node, "report", lambda kind, **_: told.append(kind))
+    standby.words[Word.PHASE], standby.words[Word.EPOCH] = Phase.STEP, 1
+    standby.words[Word.BEAT_NS] = time.monotonic_ns()
+    standby.pulse.look(1.0)
+    waited += int(waited_s * 1e9)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: standby.words[Word.BEAT_NS] + 30_000_000_000)
+    standby.pulse.look(2.0)
+    standby.node.outbox.close()
+    assert told == ([RankStalled] if waited_s == 0.0 else [])

@@ -42,6 +42,15 @@ def stat(pid: int) -> Stat | None:
     )
 
 
+def waited_for_cpu_ns(pid: int) -> int:
+    """How long the main thread has been ready to run in sum while no processor was free for it; 0 where unknown."""
+    try:
+        with open(f"/proc/{pid}/schedstat", "rb") as file:
+            return int(file.read().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 def is_alive(pid: int, start: int) -> bool:
     """Is this very process (not a later one with its number) still running?"""
     now = stat(pid)

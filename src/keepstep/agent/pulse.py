@@ -37,6 +37,8 @@ class _Watched:
     commit_ns: int = 0
     epoch: int = 0
     beat_ns: int = 0
+    waited_ns: int = 0
+    """For a processor, in sum, when the beat last changed."""
     beat_seen: float = 0.0
     """When a standby's beat last changed, counting only the time in which we looked."""
     stalled: bool = False
@@ -144,9 +146,12 @@ class Pulse:
         if seen.stalled and (beat_ns != seen.beat_ns or words[Word.EPOCH] < slot.epoch):
             seen.stalled = False
             self._node.report(StallEnded, slot=slot.id, rank=_rank(slot), epoch=slot.epoch)
-        seen.beat_ns = beat_ns
+        waited_ns = proc.waited_for_cpu_ns(slot.pid)
+        if beat_ns != seen.beat_ns:
+            seen.beat_ns, seen.waited_ns = beat_ns, waited_ns
         limit = stall_limit_s(phase, seen.steps_ns, self._node.hang)
-        idle = (time.monotonic_ns() - beat_ns) / 1e9 if beat_ns else 0.0
+        # Standing in the queue for a processor is the machine's doing: only the time in which it could move counts.
+        idle = (time.monotonic_ns() - beat_ns - (waited_ns - seen.waited_ns)) / 1e9 if beat_ns else 0.0
         if limit is None or idle < limit or seen.stalled:
             return
         seen.stalled = True
