@@ -7,7 +7,6 @@ the launcher dies, however it dies, so nothing has to be cleaned up before the n
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
@@ -15,8 +14,11 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from keepstep.checkpoint.nodedir import OWNER, lock, remove_lost_memory, remove_node_dir, runtime_root
 from keepstep.cli.errors import PreflightError
 from keepstep.model import env
+
+__all__ = ["lock", "remove_lost_memory", "remove_node_dir", "runtime_root"]
 
 KEPT_RUNS = 20
 """Run directories that stay; older ones are removed at the next start, never a live one."""
@@ -24,9 +26,6 @@ MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path (sun_path without its final zero)."""
 _LONGEST_SOCKET = max(len(name) for name in (env.AGENT_SOCKET, env.SHIM_SOCKET, env.KEEPER_SOCKET)) + 8
 """With some room: a socket is bound under a temporary name first."""
-LOST_S = 180.0
-"""Age at which memory without a living launcher is given back: well above the grace of processes that may use it."""
-_OWNER = ".launcher.lock"
 LATEST = "latest"
 NODES = "nodes"
 """``<run_dir>/nodes/<node>.json`` is the agent's configuration, ``.lock`` says that its launcher lives."""
@@ -42,13 +41,6 @@ def state_dir(override: str | None = None, environ: Mapping[str, str] | None = N
     if environ.get("XDG_STATE_HOME"):
         return Path(environ["XDG_STATE_HOME"]).absolute() / "keepstep"
     return Path("~/.local/state/keepstep").expanduser()
-
-
-def runtime_root(environ: Mapping[str, str] | None = None) -> Path:
-    """``$KEEPSTEP_RUNTIME_DIR``, else a directory of ours in shared memory."""
-    environ = os.environ if environ is None else environ
-    given = environ.get(env.RUNTIME_DIR)
-    return Path(given).absolute() if given else Path(f"/dev/shm/keepstep-{os.getuid()}")
 
 
 def runs(state: Path) -> Path:
@@ -71,21 +63,6 @@ def node_dir(root: Path, job: str, node: str) -> Path:
             help=f"set {env.RUNTIME_DIR} to a shorter path on a memory-backed file system",
         )
     return path
-
-
-def lock(path: Path) -> int | None:
-    """Take the lock at once and for as long as this process lives; ``None`` when somebody else holds it.
-
-    The descriptor is not inherited by children: a lock must not outlive its launcher.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
 
 
 @contextlib.contextmanager
@@ -219,13 +196,13 @@ def make_node_dir(path: Path) -> int:
     for _ in range(5):  # a sibling that leaves may remove the job's directory between two of our steps
         with contextlib.suppress(FileNotFoundError):
             _make_private(path)
-            fd = lock(path / _OWNER)
+            fd = lock(path / OWNER)
             if fd is None:
                 raise PreflightError(
                     f"runtime directory {path} is in use by another launcher", help="choose another --node-name"
                 )
             for left in path.iterdir():
-                if left.name != _OWNER:
+                if left.name != OWNER:
                     shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
             return fd
     raise PreflightError(f"runtime directory {path} cannot be made", help=f"set {env.RUNTIME_DIR}")
@@ -245,23 +222,3 @@ def _make_private(path: Path) -> None:
                 f"runtime directory {one} belongs to another user (uid {owner})",
                 help=f"choose another --job NAME, or set {env.RUNTIME_DIR} to a directory of yours",
             )
-
-
-def remove_node_dir(path: Path, root: Path) -> None:
-    """Give the memory back; the job's directory goes with its last node."""
-    shutil.rmtree(path, ignore_errors=True)
-    if path.parent != root:
-        with contextlib.suppress(OSError):
-            path.parent.rmdir()
-
-
-def remove_lost_memory(root: Path, older_than_s: float = LOST_S) -> list[Path]:
-    """Remove what launchers that were killed together with their agents have left in memory."""
-    removed: list[Path] = []
-    for owner in (*root.glob(f"*/{_OWNER}"), *root.glob(f"*/*/{_OWNER}")):
-        with contextlib.suppress(OSError):
-            if time.time() - owner.stat().st_mtime > older_than_s and (fd := lock(owner)) is not None:
-                os.close(fd)
-                remove_node_dir(owner.parent, root)
-                removed.append(owner.parent)
-    return removed
