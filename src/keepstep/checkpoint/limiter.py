@@ -1,4 +1,4 @@
-"""Limiter: which notes pass when, so that a log gets the first of a kind at once, the newest surely, and no flood. Pure."""
+"""Limiter: of notes that are alike the first passes at once, the newest surely, and never a flood of them. Pure."""
 
 from __future__ import annotations
 
