@@ -23,6 +23,7 @@ def worlds(draw: st.DrawFn) -> list[Holdings]:
                 full=some,
                 private=some,
                 peer=some,
+                saved=some,
                 replicated=st.just(replicated),
             ),
             min_size=1,
@@ -51,7 +52,7 @@ def test_every_source_really_holds_the_step(rows: list[Holdings]) -> None:
     if plan is None:
         return
     for row, source in zip(rows, plan.sources, strict=True):
-        held = {"live": (row.live,), "local": row.full, "peer": row.peer}.get(source)
+        held = {"live": (row.live,), "local": row.full, "peer": row.peer, "saved": row.saved}.get(source)
         if held is not None:
             assert plan.version in held
         else:
@@ -113,3 +114,32 @@ def test_a_live_replica_saves_a_rank_of_which_nothing_is_left() -> None:
     plan = choose(rows)
     assert plan is not None
     assert (plan.version, plan.sources, plan.root) == (Version(9, 1), ("live", "replica"), 0)
+
+
+def test_a_newer_step_in_memory_goes_before_a_saved_one() -> None:
+    """All ranks hold step 7 in memory and step 5 on disk: the disk is not asked."""
+    plan = choose([Holdings(full=(Version(7, 1),), saved=(Version(5, 1),)) for _ in range(3)])
+    assert plan is not None
+    assert (plan.version, plan.sources) == (Version(7, 1), ("local", "local", "local"))
+
+
+def test_one_rank_without_memory_takes_all_back_to_the_saved_step() -> None:
+    rows = [Holdings(full=(Version(7, 1),), saved=(Version(5, 1),)), Holdings(saved=(Version(5, 1),))]
+    plan = choose(rows)
+    assert plan is not None
+    assert (plan.version, plan.sources, plan.newest) == (Version(5, 1), ("saved", "saved"), 7)
+
+
+def test_what_is_saved_of_a_step_completes_what_is_in_memory() -> None:
+    """The same version is the same state wherever it lies: only the rank without memory reads the disk."""
+    rows = [Holdings(full=(Version(5, 1),), saved=(Version(5, 1),)), Holdings(saved=(Version(5, 1),))]
+    plan = choose(rows)
+    assert plan is not None
+    assert plan.sources == ("local", "saved")
+
+
+def test_the_newest_are_shown_where_there_are_more_than_room() -> None:
+    many = tuple(Version(step, 1) for step in range(9))
+    back = Holdings.from_row(Holdings(full=many, saved=many).to_row())
+    assert back.full == (Version(8, 1), Version(7, 1), Version(6, 1))
+    assert back.saved == (Version(8, 1), Version(7, 1), Version(6, 1), Version(5, 1))

@@ -12,9 +12,11 @@ from msgspec import Struct
 
 from keepstep.checkpoint.slot import Version
 
-Source = Literal["live", "local", "peer", "replica"]
-_PAIRS = 7
-ROW = 2 * _PAIRS + 1
+Source = Literal["live", "local", "peer", "saved", "replica"]
+_ROOM = {"live": 1, "full": 3, "private": 4, "peer": 3, "saved": 4}
+"""How many versions of each kind a rank shows, the newest first."""
+MAX_SAVED = _ROOM["saved"]
+ROW = 2 * sum(_ROOM.values()) + 1
 """Integers per rank."""
 EXACT_WITHIN = 1
 """Steps that may be done again so that every rank goes on with its own random state."""
@@ -28,6 +30,7 @@ class Holdings(Struct, frozen=True, kw_only=True):
         full: complete versions in this node's memory.
         private: private parts (buffers, random state, data position) in this node's memory, also of full versions.
         peer: complete versions of this rank at another node's keeper.
+        saved: generations of durable tiers from which this rank can be brought back.
         replicated: parameters and optimizer state are the same on all ranks.
     """
 
@@ -35,36 +38,40 @@ class Holdings(Struct, frozen=True, kw_only=True):
     full: tuple[Version, ...] = ()
     private: tuple[Version, ...] = ()
     peer: tuple[Version, ...] = ()
+    saved: tuple[Version, ...] = ()
     replicated: bool = False
 
     def to_row(self) -> list[int]:
         row: list[int] = []
-        for group, room in (
-            ((self.live,) if self.live else (), 1),
-            (self.full, 2),
-            (tuple(sorted(self.private, reverse=True)), 2),
-            (self.peer, 2),
-        ):
-            padded: list[Version | None] = [*group, *[None] * room][:room]
-            for version in padded:
-                row += [-1, -1] if version is None else [version.step, version.epoch]
+        kinds = {
+            "live": (self.live,) if self.live else (),
+            "full": self.full,
+            "private": self.private,
+            "peer": self.peer,
+            "saved": self.saved,
+        }
+        for kind, room in _ROOM.items():
+            shown = sorted(kinds[kind], reverse=True)[:room]
+            for version in shown:
+                row += [version.step, version.epoch]
+            row += [-1, -1] * (room - len(shown))
         row.append(1 if self.replicated else 0)
         return row
 
     @classmethod
     def from_row(cls, row: Sequence[int]) -> Holdings:
-        pairs = [Version(row[2 * i], row[2 * i + 1]) if row[2 * i] >= 0 else None for i in range(_PAIRS)]
-
-        def some(start: int, end: int) -> tuple[Version, ...]:
-            return tuple(version for version in pairs[start:end] if version is not None)
-
-        return cls(
-            live=pairs[0], full=some(1, 3), private=some(3, 5), peer=some(5, 7), replicated=bool(row[2 * _PAIRS])
-        )
+        kinds, at = {}, 0
+        for kind, room in _ROOM.items():
+            numbers = row[at : at + 2 * room]
+            pairs = zip(numbers[::2], numbers[1::2], strict=True)
+            kinds[kind] = tuple(Version(step, epoch) for step, epoch in pairs if step >= 0)
+            at += 2 * room
+        live = kinds.pop("live")
+        return cls(live=live[0] if live else None, replicated=bool(row[at]), **kinds)
 
     def all(self) -> frozenset[Version]:
         """Versions from which this rank alone can be brought back whole."""
-        return frozenset(([self.live] if self.live else []) + list(self.full) + list(self.peer))
+        return frozenset(([self.live] if self.live else []) + list(self.full) + list(self.peer) + list(self.saved))
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -131,4 +138,6 @@ def _source(row: Holdings, version: Version) -> Source | None:
         return "local"
     if version in row.peer:
         return "peer"
+    if version in row.saved:
+        return "saved"
     return None
