@@ -263,7 +263,7 @@ class RankResumed(Fact, frozen=True, kw_only=True):
     Attributes:
         step: the number of committed steps it resumes from; 0 on a first start.
         newest: the newest step any rank had committed when the fault struck.
-        source: where this rank's state came from: ``initial``, ``live``, ``local``, ``peer`` or ``replica``.
+        source: where this rank's state came from: ``initial``, ``live``, ``local``, ``peer``, ``saved`` or ``replica``.
         phases: milliseconds spent per phase (``abort``, ``reset``, ``swap``, ``agree``, ``restore``).
     """
 
