@@ -25,6 +25,8 @@ from keepstep.trainer.plain_torch import decode_plain, encode_plain
 from keepstep.trainer.random_torch import put_random_states, random_states
 
 Read = Callable[[TensorEntry], Tensor]
+Copy = Callable[[list[Tensor], list[Tensor]], object]
+"""Copies each of the second list's tensors into its place in the first."""
 
 
 class State:
@@ -45,6 +47,8 @@ class State:
         self._provable = False
         self._ddp: list[DistributedDataParallel] = []
         self._buckets: bytes | None = None
+        self._names: dict[str, pieces.Names] = {}
+        self._owners: dict[str, list[list[str]]] = {}
 
     # ---------------------------------------------------------------- registration
 
@@ -89,12 +93,18 @@ class State:
 
     def bind(self) -> None:
         """Remember the parameters (they keep their identity from here on) and watch the optimizers."""
+        self._names = {name: pieces.Names(module) for name, module in self.modules.items()}
         self._bound = [
-            (f"p/{name}/{key}", parameter)
+            (f"p/{name}/{self._names[name](key)}", parameter)
             for name, module in self.modules.items()
             for key, parameter in module.named_parameters()
         ]
         self._parameters = self._look()
+        called = {id(parameter): name[2:] for name, parameter in self._bound}
+        self._owners = {
+            name: [[called.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+            for name, optimizer in self.optimizers.items()
+        }
         self._pointers = [live.tensor.data_ptr() for live in self._parameters]
         self._ddp = self.ddp()
         optimised = {id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
@@ -105,6 +115,11 @@ class State:
 
     def _touch(self, *_: Any) -> None:
         self.touched = True
+
+    @property
+    def provable(self) -> bool:
+        """Whether every trained parameter is changed by a registered optimizer, and so by nothing between its steps."""
+        return self._provable
 
     @property
     def clean(self) -> bool:
@@ -148,7 +163,7 @@ class State:
 
     def buffers(self) -> list[Live]:
         return [
-            pieces.live(f"b/{name}/{key}", buffer, "buffer")
+            pieces.live(f"b/{name}/{self._names[name](key)}", buffer, "buffer")
             for name, module in self.modules.items()
             for key, buffer in module.named_buffers()
         ]
@@ -161,6 +176,7 @@ class State:
             "others": {name: item.state_dict() for name, item in self.others.items()},
             "random": random_states() if with_random else None,
             "buckets": self._bucket_order(),
+            "owners": self._owners,
         }
         return encode_plain(whole, "registered")
 
@@ -193,20 +209,32 @@ class State:
 
     # ---------------------------------------------------------------- putting back
 
-    def put_back(self, entries: tuple[TensorEntry, ...], read: Read, plain: bytes, *, shards: bool) -> None:
+    def put_back(
+        self,
+        entries: tuple[TensorEntry, ...],
+        read: Read,
+        plain: bytes,
+        *,
+        shards: bool,
+        copy: Copy = torch._foreach_copy_,
+    ) -> None:
         """Make the live state equal to a version; ``shards`` false leaves parameters and optimizer tensors alone."""
         if shards:
-            self.put_shards(entries, read, plain)
+            self.put_shards(entries, read, plain, copy=copy)
         with torch.no_grad():
             self._put_buffers([entry for entry in entries if entry.name[0] == "b"], read)
         self._put_plain(decode_plain(plain))
 
-    def put_shards(self, entries: tuple[TensorEntry, ...], read: Read, plain: bytes) -> None:
+    def put_shards(
+        self, entries: tuple[TensorEntry, ...], read: Read, plain: bytes, *, copy: Copy = torch._foreach_copy_
+    ) -> None:
         """Parameters and optimizer state only."""
         with torch.no_grad():
-            self._put_shards([e for e in entries if e.name[0] != "b"], read, decode_plain(plain)["values"])
+            self._put_shards([e for e in entries if e.name[0] != "b"], read, decode_plain(plain)["values"], copy)
 
-    def _put_shards(self, entries: list[TensorEntry], read: Read, values: dict[str, dict[str, Any]]) -> None:
+    def _put_shards(
+        self, entries: list[TensorEntry], read: Read, values: dict[str, dict[str, Any]], copy: Copy
+    ) -> None:
         made = {live.name: live.tensor for live in self._parameters}
         wanted = {entry.name for entry in entries if entry.name[0] == "p"}
         if wanted != made.keys():
@@ -222,7 +250,8 @@ class State:
             targets.append(target)
             sources.append(read(entry))
         if targets:
-            torch._foreach_copy_(targets, sources)
+            self.touched = True  # half-done, should the copy end early
+            copy(targets, sources)
         self.touched = False
 
     def _make_optimizer_state(self, entries: list[TensorEntry], values: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
@@ -280,7 +309,7 @@ class State:
                 raise StateMismatch(f"the snapshot holds {name!r}, which is not registered here")
             self.others[name].load_state_dict(saved)
         layouts = msgspec.msgpack.decode(whole["buckets"], type=list[DdpLayout])
-        for ddp, layout in zip(self._ddp, layouts, strict=True):
+        for ddp, layout in zip(self._ddp, layouts, strict=bool(layouts)):
             if adopt_ddp_layout(ddp, layout):
                 self._buckets = None
         if whole["random"] is not None:
