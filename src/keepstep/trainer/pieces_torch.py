@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from keepstep.checkpoint.slot import TensorEntry
 from keepstep.trainer.exceptions import StateMismatch, StateNotPlain
 
+_WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+"""Names under which compiling and other wrappers hold the module that the user wrote."""
 Mates = tuple[tuple[int, ...], int, int]
 """Ranks that hold equal copies: what tells their group from others, this rank's place in it, and their number."""
 
@@ -88,6 +91,29 @@ def _whole_bytes(one: Live) -> int:
     for length in shape:
         size *= length
     return size
+
+
+class Names:
+    """Parameters and buffers as the user's own module calls them: the same with and without DDP or ``compile``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._ddp = {
+            f"{prefix}.module".lstrip(".")
+            for prefix, one in module.named_modules()
+            if isinstance(one, DistributedDataParallel)
+        }
+        self._known: dict[str, str] = {}
+
+    def __call__(self, key: str) -> str:
+        if key not in self._known:
+            parts = key.split(".")
+            kept = [
+                part
+                for number, part in enumerate(parts)
+                if part not in _WRAPPED and ".".join(parts[: number + 1]) not in self._ddp
+            ]
+            self._known[key] = ".".join(kept)
+        return self._known[key]
 
 
 def raw(tensor: Tensor) -> Tensor:
