@@ -1,9 +1,10 @@
-"""Keeper: sends this node's snapshots to the buddy node, and serves what it holds to newcomers.
+"""Keeper: seals this node's snapshots, sends them to the buddy node, and serves what it holds to newcomers.
 
 A process of its own without torch, so that neither a trainer's nor an agent's death touches it. It owns no state: the
-slots are files in memory, a restarted keeper finds them and goes on.
+slots are files in memory, a restarted keeper finds them and goes on. One loop listens to trainers, agent and clock;
+everything that takes long has a thread.
 
-    python -m keepstep.checkpoint.keeper --node-dir D --host H [--token-file F]
+    python -m keepstep.checkpoint.keeper --node-dir D --host H [--token-file F] [--buddy HOST:PORT] [--linger-s N]
 """
 
 from __future__ import annotations
@@ -11,75 +12,127 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import fcntl
 import hmac
+import os
 import signal
 import socket
-import struct
 import sys
+import threading
+import time
 from collections import deque
 from pathlib import Path
 
 import msgspec
 
-from keepstep.checkpoint import pair
-from keepstep.checkpoint.exceptions import CheckpointError, PeerRefused, SlotInvalid
+from keepstep.checkpoint import config, pair
+from keepstep.checkpoint.exceptions import CheckpointError, SlotInvalid
 from keepstep.checkpoint.files import read_int, write_atomic
-from keepstep.checkpoint.peers import CHUNK, CHUNK_HEAD, Answer, Arrival, Get, KeeperRequest, Put, chunk_head
+from keepstep.checkpoint.keeper_send import CONFIRM_S, Pusher, Target
+from keepstep.checkpoint.keeper_take import Inbox
+from keepstep.checkpoint.line import Line
+from keepstep.checkpoint.notes import Teller
+from keepstep.checkpoint.peers import Answer, Get, Have, KeeperRequest, Put, Request
+from keepstep.checkpoint.rate import Pace
+from keepstep.checkpoint.scrub import SCRUB_EVERY_S, Scrubber, Traffic
 from keepstep.checkpoint.slot import Slot, Version
-from keepstep.model.env import KEEPER_PORT_FILE, KEEPER_SOCKET, REPLICA_DIR, ROSTER_FILE, SNAP_DIR
+from keepstep.checkpoint.transfer import send
+from keepstep.model.env import CHECKPOINT_FILE, KEEPER_PORT_FILE, KEEPER_SOCKET, REPLICA_DIR, ROSTER_FILE, SNAP_DIR
 from keepstep.model.topology import Roster
-from keepstep.model.wire import FrameError, Unpacker, pack
 
 MAX_CONNECTIONS = 64
-MAX_REQUEST = 64 * 1024
-SILENCE_S = 10.0
-"""A transfer in which nothing moves for this long is given up."""
-RETRY_FIRST_S, RETRY_LAST_S = 0.02, 1.0
 REMEMBERED_ROSTERS = 4
 """Files of ranks that none of the last rosters puts here are removed; a recovery may still need the ones before."""
 PORT_TRIES = 20
 PORT_PAUSE_S = 0.1
+LOCK_FILE = "keeper.lock"
+"""Held by the keeper of a node directory: there is never a second one."""
+LOCK_S = 2.0
+"""How long a keeper waits for a predecessor that is on its way out."""
+LOOK_S = 0.5
+"""How often the keeper looks whether its settings have changed and whether anybody still needs it."""
+ALREADY_KEPT = 3
+"""Exit code of a keeper that finds another one at work in its node directory."""
 
 
 class Keeper:
-    """One node's keeper."""
+    """One node's keeper.
 
-    def __init__(self, node_dir: Path, host: str, token: str) -> None:
+    Args:
+        buddy: where replicas go as long as no roster says otherwise.
+        linger_s: ends by itself when nothing has been asked of it for this long; 0 for never.
+    """
+
+    def __init__(
+        self,
+        node_dir: Path,
+        host: str,
+        token: str,
+        *,
+        job: str = "",
+        buddy: tuple[str, int] | None = None,
+        linger_s: float = 0.0,
+        scrub_every_s: float = SCRUB_EVERY_S,
+        confirm_s: float = CONFIRM_S,
+    ) -> None:
         self._dir, self._host, self._token = node_dir, host, token
         self._snap, self._replica = node_dir / SNAP_DIR, node_dir / REPLICA_DIR
+        self._linger_s, self._confirm_s = linger_s, confirm_s
         self._rosters: deque[Roster] = deque(maxlen=REMEMBERED_ROSTERS)
-        self._changed: dict[int, asyncio.Event] = {}
-        self._pushers: dict[int, asyncio.Task[None]] = {}
-        self._open = 0
+        self._target = _direct(buddy, job, token)
+        self._pushers: dict[int, Pusher] = {}
+        self._open, self._lock = 0, threading.Lock()
         self._said: set[str] = set()
-        for directory in (self._snap, self._replica):
-            directory.mkdir(parents=True, exist_ok=True)
+        self._wanted_at = time.monotonic()
+        self._pace, self._policy_mark = Pace(), (0, 0)
+        self._teller, self._traffic = Teller(node_dir), Traffic()
+        self._snap.mkdir(parents=True, exist_ok=True)
+        self._inbox = Inbox(self._replica, fence=self._fence, tell=self._teller.tell, say=self._say)
+        self._scrubber = Scrubber(
+            {self._snap: True, self._replica: False},
+            traffic=self._traffic,
+            tell=self._teller.tell,
+            every_s=scrub_every_s,
+        )
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Serve until cancelled, or until nobody has wanted anything for ``linger_s``."""
+        loop = asyncio.get_running_loop()
         server = await self._listen()
-        port = server.sockets[0].getsockname()[1]
-        write_atomic(self._dir / KEEPER_PORT_FILE, str(port).encode())
         bell = self._bell()
+        loop.add_reader(server, self._accept, server)
+        loop.add_reader(bell, self._rung, bell)
+        # Only now: whoever sees the port finds somebody who listens, at the bell, too.
+        write_atomic(self._dir / KEEPER_PORT_FILE, str(server.getsockname()[1]).encode())
+        self._read_policy()
         self._read_roster()
+        for rank in pair.ranks_in(self._snap):
+            self._look_again(rank)
+        self._scrubber.start()
         try:
-            await server.serve_forever()
+            while self._needed():
+                await asyncio.sleep(LOOK_S)
+                self._read_policy()
         finally:
-            asyncio.get_running_loop().remove_reader(bell)
+            loop.remove_reader(server)
+            loop.remove_reader(bell)
+            server.close()
             bell.close()
-            for task in self._pushers.values():
-                task.cancel()
+            self._scrubber.stop()
+            for pusher in self._pushers.values():
+                pusher.stop()
 
     # ---------------------------------------------------------------- news from trainers and the agent
 
-    async def _listen(self) -> asyncio.Server:
+    async def _listen(self) -> socket.socket:
         """The port of a predecessor again where possible: the roster names it."""
         before = read_int(self._dir / KEEPER_PORT_FILE) or 0
+        family = socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)[0][0]
         for _ in range(PORT_TRIES if before else 0):
             with contextlib.suppress(OSError):
-                return await asyncio.start_server(self._serve, self._host, before)
+                return _silent(socket.create_server((self._host, before), family=family, backlog=MAX_CONNECTIONS))
             await asyncio.sleep(PORT_PAUSE_S)
-        return await asyncio.start_server(self._serve, self._host, 0)
+        return _silent(socket.create_server((self._host, 0), family=family, backlog=MAX_CONNECTIONS))
 
     def _bell(self) -> socket.socket:
         path = self._dir / KEEPER_SOCKET
@@ -87,9 +140,7 @@ class Keeper:
             path.unlink()
         bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         bell.bind(str(path))
-        bell.setblocking(False)
-        asyncio.get_running_loop().add_reader(bell, self._rung, bell)
-        return bell
+        return _silent(bell)
 
     def _rung(self, bell: socket.socket) -> None:
         while True:
@@ -97,10 +148,31 @@ class Keeper:
                 words = bell.recv(256)
             except OSError:
                 return
+            self._wanted_at = time.monotonic()
             if words == b"roster":
+                self._read_policy()
                 self._read_roster()
             elif (rank := words.split(b" ", 1)[0]).isdigit():
                 self._look_again(int(rank))
+
+    def _needed(self) -> bool:
+        idle_s = time.monotonic() - self._wanted_at
+        return not self._linger_s or self._traffic.busy or idle_s < self._linger_s
+
+    def _read_policy(self) -> None:
+        """The bandwidth budget, again whenever its file is another one."""
+        try:
+            found = (self._dir / CHECKPOINT_FILE).stat()
+            mark = (found.st_ino, found.st_mtime_ns)
+        except OSError:
+            mark = (0, 0)
+        if mark == self._policy_mark:
+            return
+        self._policy_mark = mark
+        try:
+            self._pace.set_rate(config.read(self._dir).policy.peer_rate)
+        except CheckpointError as error:
+            self._say("policy", f"{error}; the bandwidth budget stays {self._pace.rate:g} bytes per second")
 
     def _read_roster(self) -> None:
         try:
@@ -114,11 +186,10 @@ class Keeper:
         if former is not None and roster.epoch < former.epoch:
             return
         self._rosters.append(roster)
-        if former is not None and _buddy_of(former, self._node) != _buddy_of(roster, self._node):
-            self._forget_acks()
+        self._target = self._named_target(roster)
         self._tidy()
         for rank in pair.ranks_in(self._snap):
-            self._look_again(rank)
+            self._look_again(rank, confirm=True)
 
     @property
     def _roster(self) -> Roster | None:
@@ -128,12 +199,13 @@ class Keeper:
     def _node(self) -> str:
         return self._dir.name
 
-    def _forget_acks(self) -> None:
-        """A new buddy has nothing yet."""
-        for rank in pair.ranks_in(self._snap):
-            for _, path in pair.look(self._snap, rank):
-                with contextlib.suppress(OSError, SlotInvalid), contextlib.closing(Slot(path)) as slot:
-                    slot.acked = -1
+    def _named_target(self, roster: Roster) -> Target | None:
+        buddy = _buddy_of(roster, self._node)
+        place = roster.place(buddy) if buddy else None  # type: ignore[arg-type]
+        if place is None or not place.keeper_port:
+            return None
+        request = {"job": roster.job, "token": self._token, "epoch": roster.epoch, "key": roster.key}
+        return Target(host=place.host, port=place.keeper_port, request=request)
 
     def _tidy(self) -> None:
         if len(self._rosters) < REMEMBERED_ROSTERS:
@@ -150,91 +222,63 @@ class Keeper:
             for rank in pair.ranks_in(directory) - wanted:
                 for path in directory.glob(f"rank{rank}.*"):
                     path.unlink(missing_ok=True)
+                if directory == self._replica:
+                    self._inbox.forget(rank)
 
-    # ---------------------------------------------------------------- to the buddy
-
-    def _look_again(self, rank: int) -> None:
-        event = self._changed.setdefault(rank, asyncio.Event())
-        event.set()
-        task = self._pushers.get(rank)
-        if task is None or task.done():
-            self._pushers[rank] = asyncio.get_running_loop().create_task(self._push_for_ever(rank, event))
-
-    async def _push_for_ever(self, rank: int, event: asyncio.Event) -> None:
-        pause = RETRY_FIRST_S
-        while True:
-            await event.wait()
-            event.clear()
-            try:
-                await self._push_newest(rank)
-                pause = RETRY_FIRST_S
-            except (OSError, CheckpointError, FrameError, EOFError, TimeoutError) as error:
-                self._say(f"push {rank}", f"rank {rank}: no replica on the buddy node yet ({error}); trying again")
-                event.set()
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, RETRY_LAST_S)
-
-    async def _push_newest(self, rank: int) -> None:
-        """Older versions are skipped: a buddy that lags catches up with the newest."""
-        roster = self._roster
-        buddy = _buddy_of(roster, self._node) if roster else None
-        place = roster.place(buddy) if roster and buddy else None  # type: ignore[arg-type]
-        newest = pair.look(self._snap, rank)
-        if roster is None or place is None or not newest:
-            return
-        version, path = newest[0]
-        with contextlib.closing(Slot(path)) as slot:
-            if slot.version != version or slot.acked == version.step:
-                return
-            serial, size = slot.serial, slot.used
-            async with asyncio.timeout(SILENCE_S):
-                reader, writer = await asyncio.open_connection(place.host, place.keeper_port)
-            try:
-                put = Put(
-                    job=roster.job,
-                    token=self._token,
-                    epoch=roster.epoch,
-                    key=roster.key,
-                    rank=rank,
-                    version=version,
-                    size=size,
-                )
-                writer.write(pack(put))
-                _require(await _read_answer(reader))
-                if not await _send_slot(writer, slot, serial, size):
-                    return  # the trainer has moved on to a newer step and will ring
-                _require(await _read_answer(reader))
-            finally:
-                await _close(writer)
-            still = self._roster is not None and _buddy_of(self._roster, self._node) == buddy
-            if still and slot.serial == serial:  # what a former buddy holds counts no more
-                slot.acked = version.step
+    def _look_again(self, rank: int, *, confirm: bool = False) -> None:
+        pusher = self._pushers.get(rank)
+        if pusher is None or not pusher.is_alive():
+            pusher = self._pushers[rank] = Pusher(
+                self._snap,
+                rank,
+                target=lambda: self._target,
+                pace=self._pace,
+                traffic=self._traffic,
+                tell=self._teller.tell,
+                say=self._say,
+                confirm_s=self._confirm_s,
+            )
+            pusher.start()
+        pusher.ring(confirm=confirm)
 
     # ---------------------------------------------------------------- from peers
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open += 1
+    def _accept(self, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock, address = server.accept()
+            threading.Thread(target=self._serve, args=(sock, f"peer {address[0]}"), daemon=True).start()
+
+    def _serve(self, sock: socket.socket, who: str) -> None:
+        with self._lock:
+            self._open += 1
         try:
-            if self._open > MAX_CONNECTIONS:
-                writer.write(pack(Answer(ok=False, why=f"{MAX_CONNECTIONS} transfers are open already; try again")))
-                return
-            request = await _read_request(reader)
-            if why := self._fence(request):
-                writer.write(pack(Answer(ok=False, why=why)))
-                return
-            if isinstance(request, Put):
-                await self._take(request, reader, writer)
-            elif isinstance(request, Get):
-                await self._give(request, writer)
-            else:
-                writer.write(pack(Answer(ok=True, versions=self._versions(request.rank))))
-        except (OSError, EOFError, FrameError, TimeoutError):
+            with Line(sock, who) as line:
+                if self._open > MAX_CONNECTIONS:
+                    line.say(Answer(ok=False, why=f"{MAX_CONNECTIONS} transfers are open already; try again"))
+                    return
+                self._answer(line, line.hear(KeeperRequest))
+        except (OSError, CheckpointError):
             pass  # the peer is gone or speaks nonsense: nothing was completed, nobody waits
         finally:
-            self._open -= 1
-            await _close(writer)
+            with self._lock:
+                self._open -= 1
 
-    def _fence(self, request: KeeperRequest) -> str:
+    def _answer(self, line: Line, request: KeeperRequest) -> None:
+        if why := self._fence(request):
+            line.say(Answer(ok=False, why=why))
+            return
+        self._wanted_at = time.monotonic()
+        match request:
+            case Have():
+                line.say(Answer(ok=True, versions=tuple(dict.fromkeys(v for v, _ in self._held(request.rank)))))
+            case Get():
+                with self._traffic:
+                    self._give(line, request)
+            case Put():
+                with self._traffic:
+                    self._inbox.take(line, request)
+
+    def _fence(self, request: Request) -> str:
         if not hmac.compare_digest(request.token.encode(), self._token.encode()):
             return "wrong token"
         roster = self._roster
@@ -252,42 +296,20 @@ class Keeper:
         held = pair.look(self._snap, rank) + pair.look(self._replica, rank)
         return sorted(held, key=lambda item: item[0], reverse=True)
 
-    def _versions(self, rank: int) -> tuple[Version, ...]:
-        return tuple(dict.fromkeys(version for version, _ in self._held(rank)))
-
-    async def _give(self, request: Get, writer: asyncio.StreamWriter) -> None:
+    def _give(self, line: Line, request: Get) -> None:
+        """A newcomer waits for this: no budget holds it back."""
         path = next((p for v, p in self._held(request.rank) if v == request.version), None)
-        if path is None:
-            why = f"no version of step {request.version.step} of rank {request.rank} here"
-            writer.write(pack(Answer(ok=False, why=why)))
-            return
-        with contextlib.closing(Slot(path)) as slot:
-            serial, size = slot.serial, slot.used
-            writer.write(pack(Answer(ok=True, size=size)))
-            whole = await _send_slot(writer, slot, serial, size)
-            writer.write(pack(Answer(ok=whole, why="" if whole else "the version was overwritten meanwhile")))
-
-    async def _take(self, request: Put, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            arrival = Arrival(self._replica, request.rank, request.version, request.size)
-        except (CheckpointError, OSError) as error:
-            writer.write(pack(Answer(ok=False, why=str(error))))
-            return
-        writer.write(pack(Answer(ok=True)))
-        try:
-            while arrival.received < request.size:
-                async with asyncio.timeout(SILENCE_S):
-                    length, crc = CHUNK_HEAD.unpack(await reader.readexactly(CHUNK_HEAD.size))
-                    if not 0 < length <= CHUNK:
-                        raise SlotInvalid(f"a chunk of {length} bytes is above the limit of {CHUNK}")
-                    arrival.add(await reader.readexactly(length), crc)
-            arrival.finish()
-            writer.write(pack(Answer(ok=True)))
+            if path is None:
+                raise SlotInvalid(f"no version of step {request.version.step} of rank {request.rank} here")
+            with contextlib.closing(Slot(path)) as slot:
+                if not slot.sealed:
+                    slot.seal()
+                line.say(Answer(ok=True, size=slot.used))
+                send(line, slot, request.version)
         except SlotInvalid as error:
-            self._say(f"take {request.rank}", str(error))
-            writer.write(pack(Answer(ok=False, why=str(error))))
-        finally:
-            arrival.close()
+            self._say(f"give {request.rank}", str(error))
+            line.say(Answer(ok=False, why=str(error)))
 
     def _say(self, topic: str, text: str) -> None:
         """Once per topic: the same gap every step would drown the log."""
@@ -296,65 +318,71 @@ class Keeper:
             print(f"keepstep keeper on {self._node}: {text}", file=sys.stderr, flush=True)
 
 
-async def _send_slot(writer: asyncio.StreamWriter, slot: Slot, serial: int, size: int) -> bool:
-    """Send all bytes in checked chunks; false when the trainer began to overwrite them meanwhile."""
-    slot.refresh()
-    for start in range(0, size, CHUNK):
-        data = slot.memory[start : min(start + CHUNK, size)]
-        if slot.serial != serial or slot.version is None:
-            return False
-        writer.write(chunk_head(data))
-        writer.write(data)
-        async with asyncio.timeout(SILENCE_S):
-            await writer.drain()
-    return True
-
-
-async def _read_request(reader: asyncio.StreamReader) -> KeeperRequest:
-    async with asyncio.timeout(SILENCE_S):
-        head = await reader.readexactly(4)
-        (length,) = struct.unpack(">I", head)
-        if length > MAX_REQUEST:
-            raise FrameError(f"request of {length} bytes")
-        unpacker: Unpacker[KeeperRequest] = Unpacker(KeeperRequest)
-        return next(unpacker.feed(head + await reader.readexactly(length)))
-
-
-async def _read_answer(reader: asyncio.StreamReader) -> Answer:
-    async with asyncio.timeout(SILENCE_S):
-        head = await reader.readexactly(4)
-        (length,) = struct.unpack(">I", head)
-        if length > MAX_REQUEST:
-            raise FrameError(f"answer of {length} bytes")
-        unpacker: Unpacker[Answer] = Unpacker(Answer)
-        return next(unpacker.feed(head + await reader.readexactly(length)))
-
-
-def _require(answer: Answer) -> None:
-    if not answer.ok:
-        raise PeerRefused(answer.why)
-
-
-async def _close(writer: asyncio.StreamWriter) -> None:
-    writer.close()
-    with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(1.0):
-            await writer.wait_closed()
-
-
 def _buddy_of(roster: Roster, node: str) -> str | None:
     return next((place.buddy for place in roster.places if place.node == node), None)
+
+
+def _direct(buddy: tuple[str, int] | None, job: str, token: str) -> Target | None:
+    if buddy is None:
+        return None
+    return Target(host=buddy[0], port=buddy[1], request={"job": job, "token": token, "epoch": 0, "key": ""})
+
+
+def _silent(sock: socket.socket) -> socket.socket:
+    sock.setblocking(False)
+    return sock
+
+
+def _only_one(node_dir: Path) -> int | None:
+    """Hold the node directory until this process ends; ``None`` when another keeper does."""
+    node_dir.mkdir(parents=True, exist_ok=True)
+    fd = os.open(node_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    until = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > until:
+                os.close(fd)
+                return None
+            time.sleep(PORT_PAUSE_S)
+        else:
+            return fd
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Entry of ``python -m keepstep.checkpoint.keeper``."""
     ask = argparse.ArgumentParser(prog="keepstep.checkpoint.keeper", description="Keep and serve snapshots in memory.")
     ask.add_argument("--node-dir", required=True, type=Path)
-    ask.add_argument("--host", required=True)
+    ask.add_argument("--host", required=True, help="address on which other nodes' keepers reach this one")
     ask.add_argument("--token-file", default="")
+    ask.add_argument("--buddy", type=_address, help="HOST:PORT of another keeper, used until a roster names one")
+    ask.add_argument("--job", default="", help="name of the job, for --buddy")
+    ask.add_argument("--linger-s", type=float, default=0.0, help="end after so long without a word; 0 for never")
+    ask.add_argument("--scrub-every-s", type=float, default=SCRUB_EVERY_S)
+    ask.add_argument("--confirm-s", type=float, default=CONFIRM_S, help="how often the buddy is asked what it has")
     args = ask.parse_args(argv)
+    if _only_one(args.node_dir) is None:
+        print(f"keepstep keeper: another one is at work in {args.node_dir}", file=sys.stderr)
+        raise SystemExit(ALREADY_KEPT)
     token = Path(args.token_file).read_text().strip() if args.token_file else ""
-    keeper = Keeper(args.node_dir, args.host, token)
+    keeper = Keeper(
+        args.node_dir,
+        args.host,
+        token,
+        job=args.job,
+        buddy=args.buddy,
+        linger_s=args.linger_s,
+        scrub_every_s=args.scrub_every_s,
+        confirm_s=args.confirm_s,
+    )
 
     async def serve() -> None:
         task = asyncio.ensure_future(keeper.run())

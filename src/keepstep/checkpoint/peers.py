@@ -1,30 +1,25 @@
 """Keepers' words, and the client that a newcomer uses to fetch its rank's state from another node.
 
-One request per connection: a frame of ``model.wire``'s shape, then, for ``Get`` and ``Put``, the slot file's bytes in
-chunks that each carry a crc32. A damaged chunk ends the transfer with an error; it never becomes a version.
+One request per connection: a frame of ``model.wire``'s shape and an ``Answer``; after ``Get`` and ``Put`` follows the
+transfer of one version (``transfer``).
 """
 
 from __future__ import annotations
 
-import socket
-import struct
-import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from keepstep.checkpoint.exceptions import PeerRefused, PeerUnreachable, SlotInvalid
-from keepstep.checkpoint.slot import HEADER, Slot, Version, header_is_sound, to_overwrite
+from keepstep.checkpoint.arrival import Shelf
+from keepstep.checkpoint.exceptions import PeerRefused, PeerUnreachable
+from keepstep.checkpoint.line import Line
+from keepstep.checkpoint.slot import Version
+from keepstep.checkpoint.transfer import receive
 from keepstep.model.ids import JobId
-from keepstep.model.wire import Frame, FrameError, Unpacker, pack
+from keepstep.model.wire import Frame
 
-CHUNK = 4 * 1024 * 1024
-MAX_SLOT = 1 << 42
-"""Bytes; a larger announcement is a protocol error, not a reason to allocate."""
-CONNECT_S = 2.0
-SILENCE_S = 10.0
-"""A transfer in which nothing arrives for this long has broken off."""
-CHUNK_HEAD = struct.Struct(">II")
+FETCH_TRIES = 3
+"""Connections for one version; each goes on with the first chunk that has not arrived yet."""
 
 
 class Request(Frame, frozen=True, kw_only=True):
@@ -46,7 +41,7 @@ class Get(Request, frozen=True, kw_only=True):
 
 
 class Put(Request, frozen=True, kw_only=True):
-    """Keep this version for me; ``size`` bytes in chunks follow."""
+    """Keep this version of ``size`` bytes for me."""
 
     version: Version
     size: int
@@ -62,69 +57,12 @@ class Answer(Frame, frozen=True, kw_only=True):
 KeeperRequest = Have | Get | Put
 
 
-def chunk_head(data: bytes | memoryview) -> bytes:
-    """What stands before a chunk: length and checksum."""
-    return CHUNK_HEAD.pack(len(data), zlib.crc32(data))
-
-
-class Arrival:
-    """A version that is coming in: takes checksummed chunks in order, counts only after ``finish``."""
-
-    def __init__(self, directory: Path, rank: int, version: Version, size: int) -> None:
-        if not HEADER < size <= MAX_SLOT:
-            raise SlotInvalid(f"rank {rank} step {version.step}: a version of {size} bytes cannot be right")
-        directory.mkdir(parents=True, exist_ok=True)
-        pair = [Slot(directory / f"rank{rank}.{i}", create=True) for i in range(2)]
-        index = next((i for i, s in enumerate(pair) if s.version == version), -1)
-        if index < 0:
-            index = to_overwrite([slot.version for slot in pair], version.step)
-        pair[1 - index].close()
-        self.slot, self.version, self.size, self.received = pair[index], version, size, 0
-        self._header = b""
-        try:
-            self.slot.begin()
-            self._serial = self.slot.serial
-            self.slot.grow(size)
-        except BaseException:
-            self.slot.close()
-            raise
-
-    def add(self, data: bytes | bytearray | memoryview, crc: int) -> None:
-        if zlib.crc32(data) != crc:
-            raise SlotInvalid(
-                f"{self.slot.path.name} step {self.version.step}: bytes {self.received}+{len(data)} were damaged "
-                f"on the way"
-            )
-        start, end = self.received, self.received + len(data)
-        if end > self.size:
-            raise SlotInvalid(f"{self.slot.path.name}: {end} bytes came where {self.size} were announced")
-        self._check_alone()
-        if start < HEADER:
-            take = min(HEADER - start, len(data))
-            self._header += bytes(data[:take])
-            data, start = data[take:], start + take
-        if len(data):
-            self.slot.memory[start:end] = bytes(data)
-        self.received = end
-
-    def finish(self) -> Path:
-        """All bytes are here and sound: from now on the version counts."""
-        if self.received != self.size or not header_is_sound(self._header):
-            raise SlotInvalid(f"{self.slot.path.name}: {self.received} of {self.size} bytes, or no sound header")
-        self._check_alone()
-        self.slot.adopt(self._header)
-        if self.slot.version != self.version or self.slot.used != self.size:
-            self.slot.invalidate()
-            raise SlotInvalid(f"{self.slot.path.name}: holds {self.slot.version} where {self.version} was announced")
-        return self.slot.path
-
-    def close(self) -> None:
-        self.slot.close()
-
-    def _check_alone(self) -> None:
-        """A sender that was cut off and came back writes here anew; the rest of its first try must not mix in."""
-        if self.slot.serial != self._serial:
-            raise SlotInvalid(f"{self.slot.path.name} step {self.version.step}: a newer transfer has begun")
+def hear_answer(line: Line) -> Answer:
+    """Raises ``PeerRefused`` with the other's sentence."""
+    answer: Answer = line.hear(Answer)
+    if not answer.ok:
+        raise PeerRefused(f"{line.who}: {answer.why}")
+    return answer
 
 
 class PeerClient:
@@ -138,68 +76,43 @@ class PeerClient:
         self, *, host: str, port: int, job: JobId, token: str, epoch: int, key: str, stop: Callable[[], bool]
     ) -> None:
         self._host, self._port, self._stop = host, port, stop
-        self._base = {"job": job, "token": token, "epoch": epoch, "key": key}
+        self._base: dict[str, Any] = {"job": job, "token": token, "epoch": epoch, "key": key}
 
     def have(self, rank: int) -> tuple[Version, ...]:
         """Complete versions of ``rank`` over there, newest first."""
-        with self._connect() as sock:
-            sock.sendall(pack(Have(**self._base, rank=rank)))  # type: ignore[arg-type]
-            return self._answer(sock).versions
+        with Line.dial(self._host, self._port, self._stop) as line:
+            line.say(Have(**self._base, rank=rank))
+            return hear_answer(line).versions
 
-    def fetch(self, rank: int, version: Version, directory: Path) -> Path:
-        """Bring one version into ``directory`` (as this rank's own) and return its file."""
-        with self._connect() as sock:
-            sock.sendall(pack(Get(**self._base, rank=rank, version=version)))  # type: ignore[arg-type]
-            size = self._answer(sock).size
-            arrival = Arrival(directory, rank, version, size)
-            try:
-                while arrival.received < size:
-                    length, crc = CHUNK_HEAD.unpack(self._read(sock, CHUNK_HEAD.size))
-                    if not 0 < length <= CHUNK:
-                        raise SlotInvalid(f"keeper {self._host}:{self._port} sent a chunk of {length} bytes")
-                    arrival.add(self._read(sock, length), crc)
-                if not self._answer(sock).ok:
-                    raise SlotInvalid(f"keeper {self._host}:{self._port}: the version changed while it was sent")
-                return arrival.finish()
-            finally:
-                arrival.close()
+    def fetch(
+        self,
+        rank: int,
+        version: Version,
+        directory: Path,
+        progress: Callable[[int, int], None] = lambda done, size: None,
+    ) -> Path:
+        """Bring one version into ``directory`` (as this rank's own) and return its file.
 
-    def _connect(self) -> socket.socket:
+        Args:
+            progress: called after each chunk with the bytes that are here and their number in the end.
+
+        Raises:
+            PeerRefused: the keeper does not have it, or does not give it.
+            PeerUnreachable: the connection broke ``FETCH_TRIES`` times.
+            SlotDamaged: what came did not match its checksums, however often it was asked for.
+            SlotFull: there is no room for it here.
+        """
+        shelf = Shelf(directory, rank, trusted=False)
         try:
-            sock = socket.create_connection((self._host, self._port), timeout=CONNECT_S)
-        except OSError as error:
-            raise PeerUnreachable(f"keeper {self._host}:{self._port} cannot be reached: {error}") from error
-        sock.settimeout(0.1)
-        return sock
-
-    def _answer(self, sock: socket.socket) -> Answer:
-        (length,) = struct.unpack(">I", head := self._read(sock, 4))
-        unpacker: Unpacker[Answer] = Unpacker(Answer)
-        if length > CHUNK:
-            raise PeerUnreachable(f"{self._host}:{self._port} does not speak like a keeper")
-        try:
-            (answer,) = unpacker.feed(bytes(head + self._read(sock, length)))
-        except FrameError as error:
-            raise PeerUnreachable(f"{self._host}:{self._port} does not speak like a keeper: {error}") from error
-        if not answer.ok:
-            raise PeerRefused(f"keeper {self._host}:{self._port}: {answer.why}")
-        return answer
-
-    def _read(self, sock: socket.socket, size: int) -> bytearray:
-        data, view_at, silent_since = bytearray(size), 0, time.monotonic()
-        view = memoryview(data)
-        while view_at < size:
-            try:
-                got = sock.recv_into(view[view_at:])
-            except TimeoutError:
-                if self._stop() or time.monotonic() - silent_since > SILENCE_S:
-                    raise PeerUnreachable(
-                        f"keeper {self._host}:{self._port} went silent or is no longer needed"
-                    ) from None
-                continue
-            except OSError as error:
-                raise PeerUnreachable(f"keeper {self._host}:{self._port} broke off: {error}") from error
-            if not got:
-                raise PeerUnreachable(f"keeper {self._host}:{self._port} closed the connection early")
-            view_at, silent_since = view_at + got, time.monotonic()
-        return data
+            for left in reversed(range(FETCH_TRIES)):
+                try:
+                    with Line.dial(self._host, self._port, self._stop) as line:
+                        line.say(Get(**self._base, rank=rank, version=version))
+                        hear_answer(line)
+                        return receive(line, shelf, version, progress=progress)
+                except PeerUnreachable:
+                    if not left or self._stop():
+                        raise
+            raise AssertionError("the last try returns or raises")
+        finally:
+            shelf.close()

@@ -161,11 +161,21 @@ class Slot:
         self._words[_SERIAL] += 1
         self._words[_ACKED] = -1
 
-    def complete(self, version: Version, data_end: int, description: Description) -> None:
-        """Add the description behind the data and make the version count, in this order."""
+    def make_room(self, data_end: int, description: Description) -> bytes:
+        """Let the file be large enough for such a version, so that ``complete`` will not have to map it anew.
+
+        Returns:
+            The description as ``complete`` takes it, too.
+        """
         body = _encode(description)
+        self.grow(_whole(data_end + len(body)))
+        return body
+
+    def complete(self, version: Version, data_end: int, description: Description | bytes) -> None:
+        """Add the description behind the data and make the version count, in this order."""
+        body = description if isinstance(description, bytes) else _encode(description)
         end = data_end + len(body)
-        self.grow(align(end) + _SUM.size * _count(end))  # the sealer must not have to map anew under the writer
+        self.grow(_whole(end))
         self.memory[data_end:end] = body
         self._words[_STEP] = version.step
         self._words[_EPOCH] = version.epoch
@@ -321,6 +331,10 @@ class Slot:
         if os.fstat(self._fd).st_size != self.size:
             self._map()
 
+    def fileno(self) -> int:
+        """The file itself, for the kernel to send from."""
+        return self._fd
+
     def close(self) -> None:
         self._words.release()
         with contextlib.suppress(BufferError):  # a tensor still looks into the mapping; it goes with the last view
@@ -360,6 +374,11 @@ def _signed(number: int) -> int:
 
 def _count(end: int) -> int:
     return -(-(end - HEADER) // sums.CHUNK)
+
+
+def _whole(end: int) -> int:
+    """Size of a file with a version that ends there; the sealer must not have to map it anew under the writer."""
+    return align(end) + _SUM.size * _count(end)
 
 
 def _identity(words: memoryview) -> int:
