@@ -16,13 +16,18 @@ from keepstep.model.topology import Layout
 
 
 class CheckpointConfig(Struct, frozen=True, kw_only=True):
-    """What ``checkpoint.json`` holds. ``level``: 2 under an agent, 1 for the engine alone (torchrun)."""
+    """What ``checkpoint.json`` holds. ``level``: 2 under an agent, 1 for the engine alone (torchrun).
+
+    ``run`` tells this run of the job from an earlier one of the same name, the same on all its nodes: where it is set,
+    parts of two runs that reach the same version in one directory never become one generation.
+    """
 
     job: JobId
     policy: CheckpointPolicy = CheckpointPolicy()
     layout: Layout = Layout()
     snapshot_every: int = 1
     level: int = 2
+    run: str = ""
 
     @property
     def durable(self) -> bool:

@@ -50,11 +50,13 @@ class Part(Struct, frozen=True, kw_only=True):
     Attributes:
         kind: ``full`` (safetensors) or ``delta`` (frames that rest on ``base``).
         base: for a delta, the generation whose payload of the same rank it rests on.
+        file: name of the payload in the folder of the generation.
         size: of the payload's file, bytes.
         sums: checksum per chunk of the file.
         payload: bytes of the payload once it is whole, and ``payload_sums`` its checksum per chunk.
         header: bytes before the payload in a safetensors file.
-        tensors: records of the payload; ``offset`` counts from the payload's start.
+        tensors: records of the payload in its order; ``offset`` counts from the payload's start. Elements that are
+            wider come first, so that every tensor is aligned for whoever maps the file.
         plain: the rank's small state (hyper-parameters, random state, data position): msgpack, see ``plain_torch``.
         key, run: of which roster and of which run of the job this state is. Two histories may reach the same version in
             one folder; parts that differ here never become one generation.

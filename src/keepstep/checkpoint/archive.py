@@ -1,0 +1,380 @@
+"""Archive: how a part, and then a generation, comes to be in a durable tier, and how it is found to be whole.
+
+The order is the guarantee. A part: payload, read back, description. A generation: every part, manifest, ``verified``.
+Whatever is interrupted leaves something that does not count; whatever counts has been read back.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from msgspec import structs
+
+from keepstep.checkpoint import catalog, delta, sums
+from keepstep.checkpoint.basis import Basis
+from keepstep.checkpoint.exceptions import (
+    GenerationIncomplete,
+    ManifestDamaged,
+    PayloadDamaged,
+    TierMissing,
+)
+from keepstep.checkpoint.generation import (
+    Frame,
+    Manifest,
+    Part,
+    PartRef,
+    Verified,
+    folder,
+    manifest_name,
+    part_name,
+    payload_name,
+    seal,
+    unseal,
+    verified_name,
+)
+from keepstep.checkpoint.rate import Pace
+from keepstep.checkpoint.safetensors_header import header
+from keepstep.checkpoint.slot import Version
+from keepstep.checkpoint.source import Running, Source
+from keepstep.ports.tier import Tier
+
+READ_BYTES = 4 * sums.CHUNK
+"""How much is read back at a time."""
+READERS = 8
+"""Descriptions that are read at the same time."""
+Now = Callable[[], int]
+
+
+class _Body(ABC):
+    """The bytes of a payload's file. Each pass goes over the source anew, so that a tier may try again."""
+
+    def __init__(self, pace: Pace | None) -> None:
+        self._pace = pace
+        self.file, self.payload = Running(), Running()
+        self.frames: list[Frame] = []
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        self.file, self.payload, self.frames = Running(), Running(), []
+        for chunk in self._chunks():
+            self.file.add(chunk)
+            if self._pace is not None:
+                self._pace.wait(len(chunk))
+            yield chunk
+
+    @abstractmethod
+    def _chunks(self) -> Iterator[bytes | memoryview]: ...
+
+
+class _Full(_Body):
+    def __init__(self, source: Source, head: bytes, pace: Pace | None) -> None:
+        super().__init__(pace)
+        self._source, self._head = source, head
+
+    def _chunks(self) -> Iterator[bytes | memoryview]:
+        yield self._head
+        for piece in self._source.pieces():
+            self.payload.add(piece)
+            yield piece
+
+
+class _Delta(_Body):
+    def __init__(self, source: Source, basis: Basis, pace: Pace | None) -> None:
+        super().__init__(pace)
+        self._source, self._basis = source, basis
+
+    def _chunks(self) -> Iterator[bytes | memoryview]:
+        end = 0
+        with memoryview(self._basis.payload) as base:
+            for group in self._source.groups():
+                self.payload.add(group.data)
+                under = base[group.start : group.start + len(group.data)]
+                for frame, stored in delta.encode(group.data, under, group.tensors):
+                    self.frames.append(Frame(group.start + frame.start, frame.nbytes, end, frame.stored, frame.codec))
+                    end += frame.stored
+                    if stored:
+                        yield stored
+
+
+def write_part(
+    tier: Tier,
+    source: Source,
+    *,
+    job: str,
+    rank: int,
+    world_size: int,
+    run: str = "",
+    basis: Basis | None = None,
+    pace: Pace | None = None,
+    now: Now = time.time_ns,
+) -> Part:
+    """Write one rank's part and read it back. A second call for the same state is a quiet success.
+
+    Args:
+        basis: an earlier payload of this rank that is whole in this tier; only what changed since is written.
+
+    Raises:
+        SlotDamaged: the state itself does not match its checksums; nothing of it was written.
+        SlotInvalid: the trainer took the slot back meanwhile.
+        PayloadDamaged: what was read back is not what was written.
+        TierError: the tier's own troubles.
+    """
+    version = source.version
+    part = Part(
+        job=job,
+        rank=rank,
+        world_size=world_size,
+        version=version,
+        kind="full" if basis is None else "delta",
+        base=None if basis is None else basis.version,
+        file="",
+        size=0,
+        sums=(),
+        payload=source.size,
+        payload_sums=(),
+        tensors=source.tensors,
+        plain=source.description.plain,
+        replicated=source.description.replicated,
+        key=source.description.key,
+        run=run,
+    )
+    there = _make_way(tier, part)
+    if there is not None:
+        return there
+    name = payload_name(version, rank, part.kind)
+    if basis is None:
+        head = header(part)
+        body: _Body = _Full(source, head, pace)
+        part = structs.replace(part, header=len(head))
+    else:
+        body = _Delta(source, basis, pace)
+    size = tier.put(name, body)
+    source.check()
+    part = structs.replace(
+        part,
+        file=name.rpartition("/")[2],
+        size=size,
+        sums=body.file.finish(),
+        payload_sums=body.payload.finish(),
+        frames=tuple(body.frames),
+        written_ns=now(),
+        read_back=True,
+    )
+    return _describe(tier, part)
+
+
+def copy_part(source: Tier, tier: Tier, part: Part, *, pace: Pace | None = None, now: Now = time.time_ns) -> Part:
+    """Bring a part that is whole in one tier into another; each chunk is compared with its checksum on the way.
+
+    Raises:
+        PayloadDamaged: the copy in ``source`` has changed since it was written, or what arrived differs.
+        TierError: either tier's troubles.
+    """
+    there = _make_way(tier, part)
+    if there is not None:
+        return there
+    name = payload_name(part.version, part.rank, part.kind)
+    tier.put(name, _Copied(source, name, part, pace))
+    return _describe(tier, structs.replace(part, written_ns=now()))
+
+
+class _Copied(_Body):
+    def __init__(self, source: Tier, name: str, part: Part, pace: Pace | None) -> None:
+        super().__init__(pace)
+        self._source, self._name, self._part = source, name, part
+
+    def _chunks(self) -> Iterator[bytes | memoryview]:
+        yield from _sound_chunks(self._source, self._name, self._part)
+
+
+def _make_way(tier: Tier, part: Part) -> Part | None:
+    """The same part if it is there; else end the existence of another history's generation of this version."""
+    try:
+        there = catalog.part(tier, part.version, part.rank)
+        same = there.history == part.history and there.tensors == part.tensors and there.plain == part.plain
+        same = same and there.world_size == part.world_size and there.read_back
+        if same and tier.size(f"{folder(part.version)}/{there.file}") == there.size:
+            return there
+    except (GenerationIncomplete, ManifestDamaged, TierMissing):
+        pass
+    for name in (manifest_name(part.version), verified_name(part.version), part_name(part.version, part.rank)):
+        tier.remove(name)
+    return None
+
+
+def _describe(tier: Tier, part: Part) -> Part:
+    """Read the payload back, and only then say that it is there."""
+    for _ in _sound_chunks(tier, payload_name(part.version, part.rank, part.kind), part):
+        pass
+    name, data = part_name(part.version, part.rank), seal(part)
+    tier.put(name, [data])
+    if tier.get(name) != data:
+        raise ManifestDamaged(f"{tier.where}/{name}: reads back otherwise than it was written")
+    return part
+
+
+def _sound_chunks(tier: Tier, name: str, part: Part) -> Iterator[bytes | memoryview]:
+    """A payload's file, every chunk compared with its checksum.
+
+    Raises:
+        PayloadDamaged: names the bytes, or the length, that are wrong.
+    """
+    size = _size(tier, name)
+    if size != part.size or len(part.sums) != -(-part.size // sums.CHUNK):
+        raise PayloadDamaged(f"{tier.where}/{name}: {size} bytes are there, {part.size} were written")
+    for start in range(0, part.size, READ_BYTES):
+        try:
+            data = memoryview(tier.get(name, start, min(READ_BYTES, part.size - start)))
+        except TierMissing as error:
+            raise PayloadDamaged(f"{tier.where}/{name}: vanished or was cut short while it was read") from error
+        for low, high in sums.chunks(len(data)):
+            if sums.digest(data[low:high]) != part.sums[(start + low) // sums.CHUNK]:
+                raise PayloadDamaged(
+                    f"{tier.where}/{name}: bytes {start + low} to {start + high} do not match their checksum"
+                )
+        yield data
+
+
+# -------------------------------------------------------------------- generations
+
+
+def complete(tier: Tier, version: Version, world_size: int, *, now: Now = time.time_ns) -> Manifest:
+    """Make a generation exist, once all its parts are there. Any number of nodes may do so at once.
+
+    The manifest follows from the parts alone, so that two writers write the same bytes.
+
+    Raises:
+        GenerationIncomplete: names the ranks whose part is not there.
+        ManifestDamaged, PayloadDamaged: a part is damaged, or of another history than the rest.
+    """
+    names = {name.rpartition("/")[2] for name in tier.names(f"{folder(version)}/")}
+    absent = catalog.missing_ranks(catalog.whole_ranks(names), world_size)
+    if absent:
+        raise GenerationIncomplete(f"{tier.where}/{folder(version)}: the parts of ranks {absent} are not there")
+    parts, refs = _gather(tier, version, range(world_size))
+    _agree(tier, parts, world_size)
+    bases = sorted({part.base for part in parts if part.base is not None})
+    for base in bases:
+        under = catalog.look(tier, base)
+        if not under.complete:
+            raise GenerationIncomplete(
+                f"{tier.where}/{folder(version)}: rests on step {base.step}, which is not complete: {under.why}"
+            )
+    wanted = Manifest(
+        job=parts[0].job,
+        version=version,
+        world_size=world_size,
+        created_ns=max(part.written_ns for part in parts),
+        parts=tuple(refs),
+        bases=tuple(bases),
+        replicated=parts[0].replicated,
+    )
+    data = seal(wanted)
+    name = manifest_name(version)
+    if _get(tier, name) != data:
+        tier.put(name, [data])
+    if _get(tier, name) != data:
+        raise ManifestDamaged(f"{tier.where}/{name}: reads back otherwise than it was written")
+    if all(part.read_back for part in parts) and not catalog.is_verified(tier, version, sums.digest(data)):
+        _write_verified(tier, wanted, data, now())
+    return wanted
+
+
+def verify(
+    tier: Tier,
+    version: Version,
+    *,
+    write: bool = True,
+    progress: Callable[[int], None] = lambda _: None,
+    now: Now = time.time_ns,
+) -> Verified:
+    """Read everything of a generation back and compare it, then say so in ``verified.json``.
+
+    Args:
+        progress: called with the number of bytes as they have been compared.
+
+    Raises:
+        GenerationIncomplete: it is not complete, or rests on one that is not.
+        ManifestDamaged, PayloadDamaged: name what differs. A former ``verified.json`` is then removed.
+    """
+    try:
+        found = catalog.look(tier, version)
+        if not found.complete:
+            raise GenerationIncomplete(f"{tier.where}/{folder(version)}: {found.why}")
+        data = tier.get(manifest_name(version))
+        manifest = unseal(data, Manifest, f"{tier.where}/{manifest_name(version)}")
+        parts, refs = _gather(tier, version, range(manifest.world_size))
+        for ref, named in zip(refs, sorted(manifest.parts, key=lambda part: part.rank), strict=True):
+            if ref != named:
+                raise ManifestDamaged(f"{tier.where}/{part_name(version, ref.rank)}: is not what the manifest names")
+        _agree(tier, parts, manifest.world_size)
+        for part in parts:
+            for chunk in _sound_chunks(tier, payload_name(version, part.rank, part.kind), part):
+                progress(len(chunk))
+    except (GenerationIncomplete, ManifestDamaged, PayloadDamaged):
+        if write:
+            tier.remove(verified_name(version))
+        raise
+    if not write:
+        return _verified(manifest, data, now())
+    return _write_verified(tier, manifest, data, now())
+
+
+def _gather(tier: Tier, version: Version, ranks: Iterable[int]) -> tuple[list[Part], list[PartRef]]:
+    """Descriptions of these ranks, and how a manifest names them."""
+
+    def one(rank: int) -> tuple[Part, PartRef]:
+        name = part_name(version, rank)
+        data = _get(tier, name)
+        if data is None:
+            raise GenerationIncomplete(f"{tier.where}/{name}: there is no such part")
+        part = catalog.check_part(data, f"{tier.where}/{name}", version, rank)
+        return part, PartRef(rank=rank, sum=sums.digest(data), size=len(data), bytes=part.size)
+
+    with ThreadPoolExecutor(READERS, thread_name_prefix="parts") as pool:
+        found = list(pool.map(one, ranks))
+    return [part for part, _ in found], [ref for _, ref in found]
+
+
+def _agree(tier: Tier, parts: list[Part], world_size: int) -> None:
+    for part in parts:
+        where = f"{tier.where}/{part_name(part.version, part.rank)}"
+        if part.world_size != world_size:
+            raise ManifestDamaged(f"{where}: is one of {part.world_size} ranks, this generation has {world_size}")
+        if part.history != parts[0].history:
+            raise ManifestDamaged(
+                f"{where}: belongs to another history ({' '.join(part.history)}) than rank {parts[0].rank}'s part "
+                f"({' '.join(parts[0].history)}); do two jobs write to the same place?"
+            )
+        if part.file != payload_name(part.version, part.rank, part.kind).rpartition("/")[2]:
+            raise ManifestDamaged(f"{where}: names {part.file!r} as its payload")
+        size = _size(tier, f"{folder(part.version)}/{part.file}")
+        if size != part.size:
+            raise PayloadDamaged(f"{where}: its payload has {size} bytes, {part.size} were written")
+
+
+def _verified(manifest: Manifest, data: bytes, at_ns: int) -> Verified:
+    total = sum(ref.bytes + ref.size for ref in manifest.parts) + len(data)
+    return Verified(version=manifest.version, at_ns=at_ns, bytes=total, manifest_sum=sums.digest(data))
+
+
+def _write_verified(tier: Tier, manifest: Manifest, data: bytes, at_ns: int) -> Verified:
+    found = _verified(manifest, data, at_ns)
+    tier.put(verified_name(manifest.version), [seal(found)])
+    return found
+
+
+def _size(tier: Tier, name: str) -> int:
+    try:
+        return tier.size(name)
+    except TierMissing as error:
+        raise PayloadDamaged(f"{tier.where}/{name}: the payload is not there") from error
+
+
+def _get(tier: Tier, name: str) -> bytes | None:
+    try:
+        return tier.get(name)
+    except TierMissing:
+        return None

@@ -1,0 +1,96 @@
+"""Target: a durable tier as the archiver sees it: opened when it can be, its troubles told once per kind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import msgspec
+
+from keepstep.checkpoint.config import CheckpointConfig
+from keepstep.checkpoint.exceptions import CheckpointError
+from keepstep.checkpoint.files import write_atomic
+from keepstep.checkpoint.notes import TierLabel
+from keepstep.checkpoint.rate import Pace
+from keepstep.checkpoint.slot import Version
+from keepstep.checkpoint.tiers.open import open_tier
+from keepstep.ports.tier import Tier
+
+SEEN_FILE = "archiver.tiers"
+"""In the node directory: directories that have been tiers of this job. One without its marker is a lost mount."""
+PATIENCE_S = 30.0
+"""How long one operation of a tier that does not answer is tried again; then this generation is skipped there."""
+Say = Callable[[str], None]
+
+
+class Seen:
+    """Directories that this node has used, across restarts of the archiver."""
+
+    def __init__(self, node_dir: Path) -> None:
+        self._path = node_dir / SEEN_FILE
+        self._urls: set[str] = set()
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            self._urls = set(msgspec.json.decode(self._path.read_bytes(), type=list[str]))
+
+    def __contains__(self, url: str) -> bool:
+        return url in self._urls
+
+    def add(self, url: str) -> None:
+        if url not in self._urls:
+            self._urls.add(url)
+            with contextlib.suppress(OSError):
+                write_atomic(self._path, msgspec.json.encode(sorted(self._urls)))
+
+
+class Target:
+    """One tier of the job's policy.
+
+    Attributes:
+        by_itself: a node's own disk: each part counts by itself, and this node removes what is too old.
+        last: newest version of each rank that is whole here; a difference may rest on it.
+    """
+
+    def __init__(self, url: str, label: TierLabel, rate: float, seen: Seen, say: Say) -> None:
+        self.url, self.label = url, label
+        self.by_itself = label == "local"
+        self.pace = Pace(rate)
+        self.last: dict[int, Version] = {}
+        self._tier: Tier | None = None
+        self._seen, self._say = seen, say
+        self._told: set[type[Exception]] = set()
+
+    def open(self) -> Tier:
+        """Raises ``TierError`` while it cannot be used."""
+        if self._tier is None:
+            self._tier = open_tier(self.url, self.label, create=True, seen=self.url in self._seen, budget_s=PATIENCE_S)
+            self._seen.add(self.url)
+        return self._tier
+
+    def failed(self, error: CheckpointError) -> None:
+        """Say it, if nothing of this kind has been said since it last worked."""
+        if type(error) not in self._told:
+            self._told.add(type(error))
+            self._say(f"{self.label} tier: {error}; training goes on, the next generation tries again")
+
+    def worked(self) -> None:
+        if self._told:
+            self._say(f"{self.label} tier {self.url} works again")
+        self._told.clear()
+
+
+def targets(config: CheckpointConfig, seen: Seen, say: Say, before: Collection[Target] = ()) -> list[Target]:
+    """The tiers of the policy, the nearest first; those that are the same as before stay as they are."""
+    policy = config.policy
+    wanted: list[tuple[str, TierLabel, int]] = []
+    if policy.local_dir:
+        wanted.append((policy.local_dir, "local", policy.local_rate))
+    if policy.dir:
+        wanted.append((policy.dir, "remote", policy.remote_rate))
+    found = []
+    for url, label, rate in wanted:
+        old = next((target for target in before if (target.url, target.label) == (url, label)), None)
+        target = old or Target(url, label, rate, seen, say)
+        target.pace.set_rate(rate)
+        found.append(target)
+    return found
