@@ -48,7 +48,7 @@ class State:
         self._ddp: list[DistributedDataParallel] = []
         self._buckets: bytes | None = None
         self._names: dict[str, pieces.Names] = {}
-        self._owners: dict[str, list[list[str]]] = {}
+        self._owners = b""
 
     # ---------------------------------------------------------------- registration
 
@@ -101,10 +101,12 @@ class State:
         ]
         self._parameters = self._look()
         called = {id(parameter): name[2:] for name, parameter in self._bound}
-        self._owners = {
-            name: [[called.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
-            for name, optimizer in self.optimizers.items()
-        }
+        self._owners = msgspec.msgpack.encode(
+            {
+                name: [[called.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+                for name, optimizer in self.optimizers.items()
+            }
+        )
         self._pointers = [live.tensor.data_ptr() for live in self._parameters]
         self._ddp = self.ddp()
         optimised = {id(p) for o in self.optimizers.values() for g in o.param_groups for p in g["params"]}
@@ -163,7 +165,7 @@ class State:
 
     def buffers(self) -> list[Live]:
         return [
-            pieces.live(f"b/{name}/{self._names[name](key)}", buffer, "buffer")
+            pieces.live(f"b/{name}/{self._names.get(name, str)(key)}", buffer, "buffer")
             for name, module in self.modules.items()
             for key, buffer in module.named_buffers()
         ]
