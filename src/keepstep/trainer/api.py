@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,10 @@ class Keepstep:
         if self._looping:
             raise StepMisused("register() comes before ks.steps(): a newcomer could not know what was added later")
         if self._session is not None:
-            self._session.state.register(objects, replicated)
+            from keepstep.trainer.follow_torch import followed
+
+            ready = {name: followed(name, item) for name, item in objects.items()}
+            self._session.state.register(ready, replicated)
 
     def steps(self, total: int, *, start: int = 0) -> Iterator[Step]:
         """Yield the steps ``start`` to ``total - 1``; goes round again from the common step after a recovery.
@@ -117,3 +120,8 @@ def init(*, timeout: float | timedelta | None = None) -> Keepstep:
 
         _made = Keepstep(join_plain(limit), None)
     return _made
+
+
+def pause(name: str) -> AbstractContextManager[None]:
+    """``ks.phase(name)`` for code that does not hold ``ks``; nothing where nobody has joined a job."""
+    return nullcontext() if _made is None else _made.phase(name)
