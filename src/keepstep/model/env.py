@@ -19,6 +19,9 @@ TOKEN_FILE = "KEEPSTEP_TOKEN_FILE"
 CONTROLLER = "KEEPSTEP_CONTROLLER"
 ORPHAN_GRACE = "KEEPSTEP_ORPHAN_GRACE_S"
 """How long the shim waits for an agent; a worker that has lost launcher, agent and shim ends after twice as long."""
+COPY = "KEEPSTEP_COPY"
+"""How snapshots are copied: ``blocking`` before a commit returns, ``overlapped`` beside the next step, or ``auto``:
+blocking where it costs no more than ``--ckpt-overhead``, or one percent of a step."""
 STATE_DIR = "KEEPSTEP_STATE_DIR"
 RUNTIME_DIR = "KEEPSTEP_RUNTIME_DIR"
 

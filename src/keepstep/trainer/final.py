@@ -1,0 +1,73 @@
+"""Final: the last state of a run stays in memory until the durable tiers have it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from keepstep.checkpoint.slot import Version
+
+FINAL_WAIT_S = 1800.0
+"""How long the end of a run waits for its last state to be durable."""
+ABSENT_S = 15.0
+"""The same where there is no archiver at all; one that has died is started again sooner than that."""
+SAY_AFTER_S = 1.0
+REMIND_S = 1.0
+POLL_S = 0.01
+
+
+class Held(Protocol):
+    """What is asked of ``Snapshots``."""
+
+    def settle(self) -> None: ...
+
+    def hold(self, version: Version) -> None: ...
+
+    def held(self) -> list[int]: ...
+
+    def remind(self) -> None: ...
+
+
+def until_durable(snapshots: Held, version: Version, *, archiver: Path, rank: int, stop: Callable[[], bool]) -> bool:
+    """Hand the last version to the archiver, once it has written what it has, and wait until it has written it.
+
+    Args:
+        archiver: its socket.
+        stop: true when something else comes first; the caller will be back.
+
+    Returns:
+        False when the state is not (known to be) durable.
+    """
+    snapshots.settle()
+    began = time.monotonic()
+    seen, reminded, said, handed = began, began, False, False
+    while True:
+        if not snapshots.held():
+            if handed:
+                return True
+            snapshots.hold(version)
+            handed = True
+            continue
+        now = time.monotonic()
+        if stop():
+            return False
+        if archiver.exists():
+            seen = now
+        if now - seen > ABSENT_S or now - began > FINAL_WAIT_S:
+            why = "there is no archiver" if now - seen > ABSENT_S else f"{FINAL_WAIT_S:g} s have passed"
+            _say(f"rank {rank}: step {version.step} is not known to be in the durable tiers: {why}")
+            return False
+        if not said and now - began > SAY_AFTER_S:
+            said = True
+            _say(f"rank {rank}: step {version.step} is the last one; waiting until it is in the durable tiers")
+        if now - reminded > REMIND_S:
+            reminded = now
+            snapshots.remind()
+        time.sleep(POLL_S)
+
+
+def _say(words: str) -> None:
+    print(f"keepstep: {words}", file=sys.stderr, flush=True)

@@ -1,0 +1,106 @@
+"""Pacing: which steps get a snapshot, how it is copied, and what ranks agree on about that."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import cast
+
+import torch
+from torch import distributed as dist
+
+from keepstep.checkpoint.notes import Note
+from keepstep.model.env import COPY
+from keepstep.trainer.budget import Mode, Pace, agree_after
+from keepstep.trainer.exceptions import StepMisused
+from keepstep.trainer.snapshots_torch import Snapshots
+
+MODES = ("auto", "blocking", "overlapped")
+
+
+def copy_mode() -> Mode:
+    """What ``KEEPSTEP_COPY`` says."""
+    word = os.environ.get(COPY, "") or "auto"
+    if word not in MODES:
+        raise StepMisused(f"{COPY}={word!r} is none of {', '.join(MODES)}; leave it unset to let the cost decide")
+    return cast(Mode, word)
+
+
+class Pacing:
+    """One rank's plan for its snapshots.
+
+    Args:
+        total: steps of the run; the last one gets a durable snapshot where there are durable tiers.
+    """
+
+    def __init__(self, snapshots: Snapshots, rank: int, total: int) -> None:
+        self._snapshots, self._rank, self._total = snapshots, rank, total
+        policy = snapshots.config.policy
+        self.share = policy.overhead
+        self._durable_every = max(1, policy.every) if snapshots.config.durable else 0
+        self.pace = Pace(self.share, copy_mode())
+        self.every = 1
+        """Steps between full snapshots; 0 for none but the durable ones."""
+        self._from = 0
+        self._taken = False
+
+    @property
+    def overlap(self) -> bool:
+        return self.pace.overlapped
+
+    def restart(self, step: int, every: int) -> None:
+        """A loop begins, or goes on after a recovery.
+
+        Args:
+            every: the job's interval.
+        """
+        self.every = 1 if self.share > 0 and every > 0 else every
+        self._from = step
+        self.pace.restart()
+
+    def full(self, step: int) -> bool:
+        """Whether this step gets a full snapshot."""
+        return (self.every > 0 and step % self.every == 0) or self.durable(step)
+
+    def durable(self, step: int) -> bool:
+        """Whether the durable tiers get this step."""
+        if not self._durable_every or step <= 0:
+            return False
+        return step % self._durable_every == 0 or step == self._total
+
+    def step(self) -> None:
+        """A step is complete, up to its snapshot."""
+        self.pace.step(time.monotonic(), self._snapshots.waited_s, snapshot=self._taken)
+
+    def saved(self, *, full: bool) -> None:
+        """The snapshot of a step has been taken, or begun."""
+        self._taken = full
+        if full and self._snapshots.copied_s is not None:
+            self.pace.copied(self._snapshots.copied_s)
+
+    def agree(self, step: int) -> bool:
+        """Where it is time for that, choose the interval that suits the slowest rank; collective then.
+
+        Returns:
+            Whether it is another one now.
+        """
+        if self.share <= 0 or self.every <= 0 or not agree_after(step - self._from):
+            return False
+        mine = torch.tensor([self.pace.wanted()], dtype=torch.int64)
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        before, self.every = self.every, int(mine)
+        if self.every == before:
+            return False
+        if self._rank == 0:
+            self._tell(step, before)
+        return True
+
+    def _tell(self, step: int, before: int) -> None:
+        cost, own = self.pace.cost_s, self.pace.step_s
+        why = (
+            f"every {self.every} steps instead of {before}: here a snapshot costs {cost * 1e3:.1f} ms of a step of "
+            f"{own * 1e3:.1f} ms, and may take {self.share:.2%}"
+        )
+        self._snapshots.notes.tell(Note(what="interval", tier="memory", step=step, rank=0, why=why, seconds=cost))
+        print(f"keepstep: snapshots {why}", file=sys.stderr, flush=True)
