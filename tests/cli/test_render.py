@@ -63,6 +63,7 @@ def test_an_unknown_form_is_refused_with_a_suggestion() -> None:
         (["n-0", "n-1", "spare"], "n-[0-1],spare"),
         (["n9", "n10", "n11"], "n[9-11]"),
         (["n01", "n1"], "n01,n1"),
+        (["n098", "n099", "n100"], "n[098-100]"),
         (["17"], "17"),
         ([], "-"),
     ],

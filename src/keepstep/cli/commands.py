@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 import keepstep
+from keepstep.cli import ckpt
 from keepstep.cli.errors import UsageError
 from keepstep.cli.where import Where
 
@@ -200,6 +201,8 @@ def controller(
 
     return run_controller(run_dir, listen, http_port, token_file)
 
+
+app.command(ckpt.app)
 
 token = App(name="token", help="Secrets that agents, controllers and commands share.")
 app.command(token)

@@ -14,6 +14,7 @@ COMMANDS = {
     "incidents": "What went wrong in a job, and what it cost",
     "incident": "One incident: who, why, what was done",
     "logs": "The ranks' output, equal lines folded; --first-error shows the failure that explains the others",
+    "ckpt": "Checkpoints: plan where copies lie and what they cost; list, verify, restore, hand over",
     "inject": "Break something on purpose, in a job started with --allow-inject",
     "stop": "End a job on all its nodes",
     "controller": "Run a controller in the foreground",

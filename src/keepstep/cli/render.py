@@ -119,18 +119,21 @@ def fold_nodes(names: Sequence[str]) -> str:
     """``node[001-064],spare-1``: names that differ only in their last number, of the same width, as a range."""
     groups: dict[tuple[str, int], list[int]] = {}
     single: list[str] = []
-    for name in sorted(set(names)):
-        head = name.rstrip("0123456789")
+    parts = [(name, name.rstrip("0123456789")) for name in sorted(set(names))]
+    wide = {
+        (head, len(name)) for name, head in parts if name[len(head) :].startswith("0") and len(name) > len(head) + 1
+    }
+    for name, head in parts:
         digits = name[len(head) :]
         if digits and head:
-            padded = len(digits) if digits.startswith("0") and len(digits) > 1 else 0
+            padded = len(digits) if (head, len(name)) in wide else 0
             groups.setdefault((head, padded), []).append(int(digits))
         else:
             single.append(name)
     folded: list[str] = []
     for (head, padded), numbers in groups.items():
-        parts = [_range(low, high, padded) for low, high in _runs(sorted(numbers))]
-        folded.append(f"{head}{parts[0]}" if len(numbers) == 1 else f"{head}[{','.join(parts)}]")
+        ranges = [_range(low, high, padded) for low, high in _runs(sorted(numbers))]
+        folded.append(f"{head}{ranges[0]}" if len(numbers) == 1 else f"{head}[{','.join(ranges)}]")
     return ",".join(sorted(folded + single)) or "-"
 
 

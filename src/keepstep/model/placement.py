@@ -257,17 +257,16 @@ def _pairs(hosts: Sequence[Host]) -> tuple[str, list[int]]:
     for index, host in enumerate(hosts):
         racks.setdefault(host.rack or f"\0{index}", []).append(index)
     homes = [NOBODY] * len(hosts)
-    left = sorted(racks.values(), key=len, reverse=True)
+    left = sorted(racks.values(), key=lambda rack: (-len(rack), -rack[-1]))
     ring: list[int] = []
     if len(hosts) % 2:
-        ring = [index for rack in left for index in rack[-1:]][:3]
+        ring = [rack[-1] for rack in left][:3]
         ring += [index for rack in left for index in rack if index not in ring][: 3 - len(ring)]
         for i, index in enumerate(ring):
             homes[index] = ring[(i + 1) % 3]
     order = [index for rack in left for index in rack if index not in ring]
-    if len(left) == len(hosts):  # no racks known: neighbours, as people expect
-        near = sorted(order)
-        order = near[::2] + near[1::2]
+    if len(left) == len(hosts):
+        order.sort()
     half = len(order) // 2
     for one, other in zip(order[:half], order[half:], strict=True):
         homes[one], homes[other] = other, one
