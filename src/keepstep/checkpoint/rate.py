@@ -98,11 +98,14 @@ class Pace:
         return self._bucket.piece
 
     def wait(self, size: int, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Come back when ``size`` bytes may go; false, and nothing taken, when ``stop`` said so before."""
+        """Come back when ``size`` bytes may go; false, and nothing taken, when ``stop`` said so before.
+
+        A limit that is lifted meanwhile lets everybody go at once.
+        """
         with self._lock:
             pause = self._bucket.take(size, self._clock())
         until = self._clock() + pause
-        while (left := until - self._clock()) > 0:
+        while (left := until - self._clock()) > 0 and self._bucket.rate:
             if stop():
                 with self._lock:
                     self._bucket.give_back(size)
