@@ -43,6 +43,14 @@ class StateMismatch(TrainerError, RuntimeError):
     """A snapshot does not fit the model, optimizer or data that this process has built; names what differs."""
 
 
+class ReplayRefused(TrainerError, RuntimeError):
+    """A step cannot be replayed bit for bit, or not here; the message says why and what to do instead."""
+
+
+class ReplayDiffers(TrainerError, RuntimeError):
+    """A replayed step did not come out as it was when it was kept; names the tensors. Nothing live was changed."""
+
+
 class CannotResume(TrainerError, RuntimeError):
     """In-process recovery has come to its end here; a higher rung of the ladder has to take over."""
 
