@@ -18,7 +18,7 @@ class MemoryTier:
         self._lock = threading.Lock()
 
     def put(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
-        data = b"".join(chunks)
+        data = b"".join(bytes(chunk) for chunk in chunks)  # a chunk is valid until the next one
         with self._lock:
             self.objects[name] = data
         return len(data)
