@@ -105,7 +105,7 @@ class Groups:
         self._meter.mark()
 
     def world_ops_since_mark(self) -> int:
-        """Collectives over all ranks launched since ``mark`` (always 0 on CUDA, where nothing of ours counts)."""
+        """Reductions over all ranks launched since ``mark`` (always 0 on CUDA, where nothing of ours counts)."""
         return self._meter.world_ops
 
     def leftovers(self) -> dict[str, int]:

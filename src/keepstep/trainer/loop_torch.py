@@ -33,7 +33,11 @@ from keepstep.trainer.exceptions import (
     StateNotPlain,
     StepMisused,
 )
+from keepstep.trainer.final import until_durable
 from keepstep.trainer.frameworks_torch import reset_after_abort
+from keepstep.trainer.gate import Gate, needs_replica
+from keepstep.trainer.pacing_torch import Pacing
+from keepstep.trainer.phases import Phases
 from keepstep.trainer.recovery_torch import Found, Restorer, everybody_is_here
 from keepstep.trainer.steps import Step, require_entered
 
@@ -44,23 +48,8 @@ BROKEN_WAIT_S = 600.0
 """How long a rank whose collective broke waits to be told the next epoch; covers the wait for a new node."""
 REBUILD_LIMIT_S = 600.0
 """Far above the controller's own limit, which ends a rebuild earlier by opening another epoch."""
-REPLICA_WAIT_S = 2.0
-"""How long the first reduction of a step waits for the previous step's copy on the other node."""
-REPLICA_AGAIN_S = 30.0
-"""After a wait in vain no step waits for so long: a keeper that is away must not cost every step the whole wait."""
-REPLICA_POLL_S = 0.0002
 FAREWELL_S = 1.0
 """How long the word that the loop is complete may take to leave; the script may end right after it."""
-
-
-def needs_replica(snapshot_every: int, replicated: bool) -> bool:
-    """Whether a step must wait until the step before it is safe on another node.
-
-    Replicated parameters could be had from any rank, but the buffers and random state of a rank whose node is lost are
-    nowhere else: with a copy that lags, the job would go on with other numbers. Where replicated state is copied only
-    every few steps that is so by choice, and waiting would bring nothing.
-    """
-    return snapshot_every == 1 or (snapshot_every > 0 and not replicated)
 
 
 class Loop:
@@ -74,8 +63,8 @@ class Loop:
         self._live: Version | None = None
         self._advance_due = False
         self._gated = False
-        self._gap_said = False
-        self._gap_until = 0.0
+        self._pacing = Pacing(session.snapshots, session.rank, total)
+        self._gate = Gate(session.snapshots, session.rank, self._overtaken)
         self._restorer = Restorer(
             session.state,
             session.snapshots,
@@ -104,10 +93,14 @@ class Loop:
         session = self._s
         session.state.bind()
         session.check_room()
+        session.snapshots.watch(session.state)
         roster = session.roster
+        self._pacing.restart(self._start, roster.snapshot_every)
         if session.groups.stand_in:
             self._recover(first=True)
+            self._reserve(later=True)
             return
+        self._reserve()
         try:
             found = self._resume_saved(roster) if roster.mode == "restart" else None
         except Exception as error:
@@ -121,6 +114,11 @@ class Loop:
         self._live = Version(self._start, roster.epoch)
         self._save(self._live)
         self._go_on(roster, Found(version=self._live, newest=self._start, source="initial"), {})
+
+    def _reserve(self, *, later: bool = False) -> None:
+        """The first snapshot must not pay for making its memory."""
+        if self._pacing.every > 0 or self._s.snapshots.config.durable:
+            self._s.snapshots.reserve(self._s.state.expected_bytes(), later=later)
 
     def _resume_saved(self, roster: Roster) -> Found | None:
         """After a restart of all processes: what the keepers still hold, if it is not behind the script's own start."""
@@ -140,6 +138,9 @@ class Loop:
                 raise
             return False
         session = self._s
+        session.snapshots.settle()
+        if session.snapshots.config.durable and not self._await_durable():
+            return False
         if not session.control.complete():
             return False
         session.losses.flush()
@@ -148,6 +149,20 @@ class Loop:
         session.control.flush(FAREWELL_S)
         return True
 
+    def _await_durable(self) -> bool:
+        """Whether the loop may end; not while a recovery waits, which may need this process's last state."""
+        session = self._s
+        if self._live is not None:
+            session.beat.phase(Phase.DONE)
+            until_durable(
+                session.snapshots,
+                self._live,
+                archiver=session.snapshots.archiver,
+                rank=session.rank,
+                stop=self._overtaken,
+            )
+        return not self._overtaken()
+
     # ---------------------------------------------------------------- one step
 
     def begin(self, step: Step) -> None:
@@ -155,11 +170,12 @@ class Loop:
         session.groups.mark()
         session.beat.phase(Phase.STEP)
         if self._gated and session.cuda:
-            self._await_replica()
+            self._gate.wait(self.done)
 
     def commit(self, step: Step, loss: Any) -> None:
         session = self._s
         self._suffer_injected(step)
+        session.snapshots.await_copy()  # before the last words: once they are said, others overwrite the step before
         problem = self._last_words_together()
         epoch = session.roster.epoch
         self.done = step.index + 1
@@ -168,6 +184,7 @@ class Loop:
         # In this order: a process killed in between leaves a second, equal line when the step is done again. The other
         # way round its successor would go on behind a step whose loss nobody has written.
         session.losses.write(step.index, epoch, session.readable(loss))
+        self._pacing.step()
         self._save(self._live)
         session.beat.commit(self.done)
         if problem is not None:
@@ -193,8 +210,10 @@ class Loop:
             if session.groups.world_ops_since_mark() == 0:
                 everybody_is_here()  # ranks must not drift apart by more than one step
             session.state.settle_buckets()
+            if self._pacing.agree(self.done + 1):
+                self._set_gate()
         except Exception as error:
-            if session.roster.snapshot_every == 1:
+            if self._pacing.every == 1:
                 raise
             return error
         return None
@@ -239,37 +258,45 @@ class Loop:
             raise InjectedFault(f"injected into step {step.index} of rank {self._s.rank} on request")
 
     def _save(self, version: Version) -> None:
-        session, every = self._s, self._s.roster.snapshot_every
-        full = every > 0 and version.step % every == 0
-        if full or (version.step == self._start and every > 0):
-            session.snapshots.save(session.state, version, key=session.roster.key, full=True, ring=session.has_buddy)
+        session, every, step = self._s, self._pacing.every, version.step
+        full = self._pacing.full(step) or (step == self._start and every > 0)
+        if full:
+            if session.has_buddy and not self._gated:
+                self._gate.look(step)
+            session.snapshots.save(
+                session.state,
+                version,
+                key=session.roster.key,
+                full=True,
+                ring=session.has_buddy,
+                world_size=session.roster.world_size,
+                overlap=self._pacing.overlap,
+                pin=self._pacing.durable(step),
+            )
         if every != 1 and (every > 1 or session.state.replicated):
             session.snapshots.save(session.state, version, key=session.roster.key, full=False, ring=False)
+        self._pacing.saved(full=full)
 
-    def _await_replica(self) -> None:
-        """A step may change parameters everywhere only when the step before it is safe on another node."""
+    def _before_reduction(self) -> None:
+        """What the step before must have come to before this one can be committed anywhere.
+
+        Sharded state that is still being copied is nowhere else: no rank may give up the step before that. A live
+        replica has it all, so there only the copy on another node counts.
+        """
         session = self._s
-        if session.snapshots.replicated():
-            self._gap_said, self._gap_until = False, 0.0
-            return
-        if time.monotonic() < self._gap_until:
-            return
-        deadline = time.monotonic() + REPLICA_WAIT_S
-        while not session.snapshots.replicated():
-            if session.control.pending is not None:
-                return
-            if time.monotonic() > deadline:
-                self._gap_until = time.monotonic() + REPLICA_AGAIN_S
-                if not self._gap_said:
-                    self._gap_said = True
-                    print(
-                        f"keepstep: rank {session.rank} step {self.done}: no copy on another node after "
-                        f"{REPLICA_WAIT_S:g} s; training goes on, losing this node now would lose the step",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                return
-            time.sleep(REPLICA_POLL_S)
+        if not session.state.replicated:
+            session.snapshots.await_copy()
+        if self._gated:
+            self._gate.wait(self.done)
+            if session.state.replicated and self._pacing.too_dear(self._gate):
+                self._gated = False
+
+    def _set_gate(self) -> None:
+        session = self._s
+        replicated = session.state.replicated
+        self._gated = needs_replica(self._pacing.every, replicated) and session.has_buddy
+        waits = self._gated or (self._pacing.every > 0 and not replicated)
+        session.groups.before_reduce = self._before_reduction if waits and not session.cuda else None
 
     # ---------------------------------------------------------------- recovery
 
@@ -281,6 +308,7 @@ class Loop:
         """Enter the newest epoch; a fault meanwhile means that there is an even newer one."""
         session = self._s
         session.beat.phase(Phase.RECOVERING)
+        session.snapshots.settle()
         seat, aborts = session.take_seat(first=first)
         while True:
             try:
@@ -310,7 +338,7 @@ class Loop:
     def _recover_into(self, seat: TakeSeat, aborts: int) -> None:
         session, roster = self._s, seat.roster
         newcomer = session.groups.stand_in
-        clock = _Phases(session.control.announced_ns)
+        clock = Phases(session.control.announced_ns)
         session.enter(roster, self.done)
         clock.lap("abort")
         session.beat.phase(Phase.RECOVERING)
@@ -332,8 +360,12 @@ class Loop:
             raise CannotResume(found.why)
         clock.phases["agree"] = self._restorer.agree_ms
         clock.lap("restore", less=self._restorer.agree_ms)
-        if found.version not in session.snapshots.private():
+        self._pacing.restart(found.version.step, roster.snapshot_every)
+        due = self._pacing.durable(found.version.step)
+        if found.version not in session.snapshots.private() or (due and found.version not in session.snapshots.full()):
             self._save(found.version)
+        elif due and found.source == "peer":
+            session.snapshots.hold(found.version)  # whether its archiver had written it, the lost node alone knew
         self._go_on(roster, found, clock.phases)
 
     def _go_on(self, roster: Roster, found: Found, phases: dict[str, float]) -> None:
@@ -343,9 +375,9 @@ class Loop:
         self._live = found.version
         self.done = found.version.step
         session.state.touched = False
-        self._gap_until = 0.0
-        self._gated = needs_replica(roster.snapshot_every, session.state.replicated) and session.has_buddy
-        session.groups.before_reduce = self._await_replica if self._gated and not session.cuda else None
+        self._pacing.restart(self.done, roster.snapshot_every)
+        self._gate.restart()
+        self._set_gate()
         session.beat.epoch(roster.epoch, self.done)
         session.control.send(
             WorkerResumed(
@@ -357,17 +389,3 @@ class Loop:
             )
         )
         self._advance_due = True
-
-
-class _Phases:
-    """Milliseconds per phase, from the announcement of the epoch on."""
-
-    def __init__(self, announced_ns: int) -> None:
-        self.phases: dict[str, float] = {}
-        self._last = announced_ns or time.monotonic_ns()
-
-    def lap(self, name: str, less: float = 0.0) -> float:
-        now = time.monotonic_ns()
-        self.phases[name] = round(max(0.0, (now - self._last) / 1e6 - less), 3)
-        self._last = now
-        return self.phases[name]

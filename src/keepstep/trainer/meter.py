@@ -10,7 +10,11 @@ from collections.abc import Callable
 
 
 class Meter:
-    """Counters and hooks shared by all groups of a process."""
+    """Counters and hooks shared by all groups of a process.
+
+    ``world_ops`` counts reductions over all ranks: once one of them is over, every rank has launched it, and so has
+    been through ``before_reduce``.
+    """
 
     __slots__ = ("_armed", "_before_reduce", "broken", "finished", "on_progress", "started", "world_ops")
 
@@ -44,7 +48,7 @@ class Meter:
             assert self._before_reduce is not None
             self._before_reduce()
         self.started += 1
-        if world:
+        if world and reduces:
             self.world_ops += 1
         if self.on_progress is not None:
             self.on_progress(self.started, self.finished)

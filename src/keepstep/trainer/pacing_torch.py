@@ -14,6 +14,7 @@ from keepstep.checkpoint.notes import Note
 from keepstep.model.env import COPY
 from keepstep.trainer.budget import Mode, Pace, agree_after
 from keepstep.trainer.exceptions import StepMisused
+from keepstep.trainer.gate import Gate
 from keepstep.trainer.snapshots_torch import Snapshots
 
 MODES = ("auto", "blocking", "overlapped")
@@ -39,7 +40,10 @@ class Pacing:
         policy = snapshots.config.policy
         self.share = policy.overhead
         self._durable_every = max(1, policy.every) if snapshots.config.durable else 0
-        self.pace = Pace(self.share, copy_mode())
+        mode = copy_mode()
+        if mode == "overlapped":
+            snapshots.overlap_from = 0
+        self.pace = Pace(self.share, mode)
         self.every = 1
         """Steps between full snapshots; 0 for none but the durable ones."""
         self._from = 0
@@ -78,6 +82,16 @@ class Pacing:
         self._taken = full
         if full and self._snapshots.copied_s is not None:
             self.pace.copied(self._snapshots.copied_s)
+
+    def too_dear(self, gate: Gate) -> bool:
+        """Whether to go on without waiting for another node's copy: it costs more than the user's budget."""
+        if self.share <= 0 or not gate.too_dear(self.pace.step_s, self.share):
+            return False
+        why = "waiting for the copy on another node costs more than --ckpt-overhead; steps no longer wait for it"
+        step = self._snapshots.lag()[0]
+        self._snapshots.notes.tell(Note(what="gap", tier="peer", step=step, rank=self._rank, why=why))
+        print(f"keepstep: rank {self._rank} step {step}: {why}", file=sys.stderr, flush=True)
+        return True
 
     def agree(self, step: int) -> bool:
         """Where it is time for that, choose the interval that suits the slowest rank; collective then.

@@ -53,7 +53,7 @@ class Snapshots:
     def __init__(self, directory: Path, rank: int, keeper: Path, config: CheckpointConfig | None = None) -> None:
         self._directory, self._rank, self._keeper = directory, rank, keeper
         self.config = config or settings.read(keeper.parent)
-        self._archiver = keeper.parent / ARCHIVER_SOCKET
+        self.archiver = keeper.parent / ARCHIVER_SOCKET
         self.notes = Teller(keeper.parent)
         self._full = pair.Pair(directory, rank, files=pair.PINNABLE if self.config.durable else pair.FILES)
         self._private: pair.Pair | None = None
@@ -66,6 +66,7 @@ class Snapshots:
         self._problem: Exception | None = None
         self._trusted = True
         self._owners: Callable[[Live], Owners] | None = None
+        self.overlap_from = OVERLAP_FROM
         self.waited_s = 0.0
         """What this process has waited for snapshots so far."""
         self.copied_s: float | None = None
@@ -184,7 +185,7 @@ class Snapshots:
     def _may_overlap(self, state: State, shards: Sequence[Live]) -> bool:
         if not (self._trusted and state.provable and self._owners is not None):
             return False
-        return sum(live.tensor.nbytes for live in shards) >= OVERLAP_FROM
+        return sum(live.tensor.nbytes for live in shards) >= self.overlap_from
 
     def _writer(self, slot: Slot) -> Writer:
         if slot.path not in self._writers:
@@ -263,7 +264,7 @@ class Snapshots:
     def remind(self) -> None:
         """Ring for what is still pinned: an archiver that came late has not heard of it."""
         for step in self.held():
-            self._ring(self._archiver, step)
+            self._ring(self.archiver, step)
 
     def _hold(self, slot: Slot, version: Version) -> None:
         others = [other.version.step for other in self._full.pinned() if other is not slot and other.version]
@@ -272,7 +273,7 @@ class Snapshots:
             self.notes.tell(Note(what="skipped", tier="local", step=version.step, rank=self._rank, why=why))
             return
         slot.pin()
-        self._ring(self._archiver, version.step)
+        self._ring(self.archiver, version.step)
 
     # ---------------------------------------------------------------- reading
 

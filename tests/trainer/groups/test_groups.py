@@ -140,11 +140,11 @@ def test_what_cannot_be_rebuilt_says_why(stage: Any) -> None:
 
 
 def test_counters_marks_and_the_hook_before_the_first_reduction(stage: Any) -> None:
-    """World collectives are counted per step; the hook runs once per step, before a reduction, and not recursively."""
+    """World reductions are counted per step; the hook runs once per step, before a reduction, and not recursively."""
     for member in stage.all("counting", 2):
         told, level, beats = member.hear()
         # The hook runs at the first reduction, whatever its group; its own collective spans the world.
-        assert told == ["hook", 1, 3, 0, "no hook before a barrier", "hook", 7]
+        assert told == ["hook", 1, 2, 0, "no hook before a barrier", "hook", 7]
         assert level
         assert beats
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from keepstep.checkpoint.config import CheckpointConfig
+from keepstep.model.ids import JobId
 from keepstep.trainer.loop_torch import Loop
 
 
@@ -28,10 +30,13 @@ def test_a_step_that_can_be_resumed_from_has_its_loss_written() -> None:
     session: Any = SimpleNamespace(
         cuda=False, token="", snap_dir=Path(), rank=0, has_buddy=True,
         state=SimpleNamespace(settle_buckets=lambda: None, touched=True, replicated=True),
-        snapshots=SimpleNamespace(save=save),
+        snapshots=SimpleNamespace(
+            save=save, await_copy=lambda: None, waited_s=0.0, lag=lambda: (6, 6),
+            config=CheckpointConfig(job=JobId("j")),
+        ),
         groups=SimpleNamespace(world_ops_since_mark=lambda: 1),
         control=SimpleNamespace(slow_down_s=0.0, raise_injected=False),
-        roster=SimpleNamespace(epoch=65536, key="k", snapshot_every=1),
+        roster=SimpleNamespace(epoch=65536, key="k", snapshot_every=1, world_size=2),
         losses=SimpleNamespace(write=lambda index, epoch, loss: lines.append(index)),
         readable=lambda loss: loss,
     )  # fmt: skip

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from keepstep.trainer import loop_torch
-from keepstep.trainer.loop_torch import REPLICA_AGAIN_S, REPLICA_WAIT_S, Loop, needs_replica
+from keepstep.checkpoint.notes import Note
+from keepstep.trainer import gate
+from keepstep.trainer.gate import GAP_S, REPLICA_AGAIN_S, REPLICA_WAIT_S, Gate, needs_replica
 
 
 class Clock:
@@ -32,17 +32,17 @@ def test_a_buddy_that_is_away_costs_one_wait_and_not_one_per_step(
 ) -> None:
     """The gap is said once, later steps go on at once, and protection comes back by itself."""
     clock = Clock()
-    monkeypatch.setattr(loop_torch, "time", clock)
+    monkeypatch.setattr(gate, "time", clock)
     safe = False
-    session: Any = SimpleNamespace(
-        state=None, token="", snap_dir=Path(), rank=0,
-        snapshots=SimpleNamespace(replicated=lambda: safe), control=SimpleNamespace(pending=None),
-    )  # fmt: skip
-    loop = Loop(session, 10, 0)
+    told: list[Note] = []
+    copies: Any = SimpleNamespace(
+        replicated=lambda: safe, waited_s=0.0, notes=SimpleNamespace(tell=told.append), lag=lambda: (7, 6)
+    )
+    door = Gate(copies, 0, lambda: False)
 
     def waited() -> float:
         before = clock.now
-        loop._await_replica()
+        door.wait(7)
         return clock.now - before
 
     assert REPLICA_WAIT_S <= waited() < REPLICA_WAIT_S + 0.01
@@ -55,6 +55,43 @@ def test_a_buddy_that_is_away_costs_one_wait_and_not_one_per_step(
     safe = False
     assert waited() >= REPLICA_WAIT_S
     assert capsys.readouterr().err.count("no copy on another node") == 1
+    assert [note.what for note in told] == ["gap", "closed", "gap"]
+    assert copies.waited_s >= 3 * REPLICA_WAIT_S
+
+
+def test_a_wait_ends_when_another_epoch_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recovery that waits must not wait for the copies of the epoch that it ends, and no gap is told."""
+    clock = Clock()
+    monkeypatch.setattr(gate, "time", clock)
+    told: list[Note] = []
+    copies: Any = SimpleNamespace(replicated=lambda: False, waited_s=0.0, notes=SimpleNamespace(tell=told.append))
+    before = clock.now
+    Gate(copies, 0, lambda: clock.now > 100.5).wait(7)
+    assert clock.now - before < 1.0
+    assert told == []
+
+
+def test_a_gap_is_told_where_no_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keeper that lags a step behind is no gap; one that has brought nothing new for seconds is, and its end is."""
+    clock = Clock()
+    monkeypatch.setattr(gate, "time", clock)
+    told: list[Note] = []
+    lag = (1, 0)
+    copies: Any = SimpleNamespace(lag=lambda: lag, waited_s=0.0, notes=SimpleNamespace(tell=told.append))
+    door = Gate(copies, 3, lambda: False)
+    for step in range(1, 9):
+        lag = (step, step - 1)
+        door.look(step)
+        clock.now += 0.9 * GAP_S
+    assert told == []
+    for step in range(9, 12):
+        lag = (step, 7)
+        door.look(step)
+        clock.now += 0.9 * GAP_S
+    assert [(note.what, note.rank) for note in told] == [("gap", 3)]
+    lag = (12, 11)
+    door.look(12)
+    assert [note.what for note in told] == ["gap", "closed"]
 
 
 @pytest.mark.parametrize(
