@@ -176,6 +176,8 @@ def unseal(data: bytes, kind: type[T], name: str) -> T:
     Raises:
         ManifestDamaged: not such JSON, a wrong checksum, or of a newer format.
     """
+    if not data.endswith(b"}\n"):
+        raise ManifestDamaged(f"{name}: its end is missing")
     try:
         outer = msgspec.json.decode(data, type=_Sealed)
         if outer.sum != f"{digest(bytes(outer.body)):016x}":
@@ -184,5 +186,5 @@ def unseal(data: bytes, kind: type[T], name: str) -> T:
         if number > FORMAT:
             raise ManifestDamaged(f"{name}: written in format {number}, this keepstep reads up to {FORMAT}; update it")
         return msgspec.json.decode(outer.body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ManifestDamaged(f"{name}: not readable: {error}") from error
