@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 from msgspec import Struct
 from torch import distributed as dist
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from keepstep.model.topology import Member, Roster
 from keepstep.trainer.groups_torch import GROUPS, Groups
@@ -57,10 +57,28 @@ def join_plain(timeout: timedelta | None) -> Identity:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            store = _agent_store()
+            if store is None:
+                dist.init_process_group(backend, timeout=timeout)
+            else:
+                rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         else:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     return Identity(rank=dist.get_rank(), local_rank=local_rank, world_size=dist.get_world_size(), device=str(device))
+
+
+def _agent_store() -> Store | None:
+    """Where torchrun keeps one store for all of its restarts: that store, with keys of this restart alone.
+
+    torch itself (2.13) uses the same keys again, finds the addresses of ranks that are gone, and fails once more.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    start = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{os.environ['WORLD_SIZE']}"
+    limit = timedelta(seconds=STORE_CONNECT_S)
+    return PrefixStore(f"keepstep/{start}", TCPStore(host, port, is_master=False, timeout=limit))
 
 
 def environment(roster: Roster, seat: Member) -> dict[str, str]:

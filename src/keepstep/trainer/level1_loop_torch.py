@@ -1,0 +1,157 @@
+"""The loop of level 1: restores once, takes snapshots at commits, and waits at the end until the last is durable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from keepstep.checkpoint.exceptions import CheckpointError
+from keepstep.checkpoint.slot import Version
+from keepstep.model import env
+from keepstep.trainer.attendant import FINISH_S
+from keepstep.trainer.attended import say
+from keepstep.trainer.exceptions import StateMismatch, StateNotPlain
+from keepstep.trainer.final import until_durable
+from keepstep.trainer.gate import Gate
+from keepstep.trainer.pacing_torch import Pacing
+from keepstep.trainer.recovery_torch import Found, Restorer, everybody_is_here
+from keepstep.trainer.steps import Step, require_entered
+
+if TYPE_CHECKING:
+    from keepstep.trainer.level1_torch import Level1
+
+
+class Level1Loop:
+    """One ``ks.steps(total)`` with snapshots, where nobody replaces a rank."""
+
+    def __init__(self, part: Level1, total: int, start: int) -> None:
+        self._p = part
+        self._total, self._start = total, start
+        self.done = start
+        self._pacing = Pacing(part.snapshots, part.rank, total)
+        self._gate = Gate(part.snapshots, part.rank, lambda: False)
+
+    def run(self) -> Iterator[Step]:
+        self._enter()
+        while self.done < self._total:
+            step = Step(self, self.done)
+            yield step
+            require_entered(step)
+        self._finish()
+
+    def _enter(self) -> None:
+        part = self._p
+        part.state.bind()
+        part.check_room()
+        found = self._restore()
+        if found is None or found.version is None:
+            part.snapshots.forget_all()
+            self._reserve()
+            self._begin(self._start)
+            self._save(Version(self._start, part.roster.epoch), first=True)
+            return
+        self._reserve()
+        self._begin(found.version.step)
+        if part.rank == 0:
+            say(None, f"going on from step {found.version.step} ({found.source})")
+        if found.version not in part.snapshots.private():
+            self._save(found.version, first=True)
+
+    def _reserve(self) -> None:
+        part = self._p
+        part.snapshots.watch(part.state)
+        part.snapshots.reserve(part.state.expected_bytes())
+
+    def _begin(self, step: int) -> None:
+        self.done = step
+        self._p.state.touched = False
+        self._pacing.restart(step, self._p.config.snapshot_every)
+        self._gate.restart()
+
+    def _restore(self) -> Found | None:
+        """The newest state that all ranks can have; ``None`` to start at the beginning."""
+        part = self._p
+        self._forget_other_worlds()
+        restorer = Restorer(part.state, part.snapshots, part.token, part.snap_dir, lambda: False)
+        found = restorer.meet(part.roster, part.rank, None, newcomer=True)
+        if found.version is not None and found.version.step < self._start:
+            say(part.rank, f"step {found.version.step} is not taken: the script starts at step {self._start}")
+            return None
+        return found
+
+    def _forget_other_worlds(self) -> None:
+        """Sharded state of another number of ranks is of use in durable tiers only, where all of its parts are."""
+        part = self._p
+        for version in part.snapshots.full():
+            held = part.snapshots.describe(version)
+            if held.world_size != part.who.world_size and not held.replicated:
+                say(part.rank, f"step {version.step} in memory is one of {held.world_size} ranks and is not taken")
+                part.snapshots.forget_all()
+                return
+
+    def _finish(self) -> None:
+        """Nobody leaves before all have committed the last step, and before that is durable."""
+        part = self._p
+        part.snapshots.settle()
+        everybody_is_here()
+        if not part.config.durable or self.done == 0:
+            return
+        version = Version(self.done, part.roster.epoch)
+        if version not in part.snapshots.full():
+            return  # what was restored is the last step: it came from there, or has been handed over before
+        archiver = part.node_dir / env.ARCHIVER_SOCKET
+        if until_durable(part.snapshots, version, archiver=archiver, rank=part.rank, stop=lambda: False):
+            whole = part.line.finish(FINISH_S)
+            if whole is not True:
+                say(part.rank, f"step {self.done} is written, but not known to be complete on all nodes")
+
+    # ---------------------------------------------------------------- one step
+
+    def begin(self, step: Step) -> None:
+        pass
+
+    def commit(self, step: Step, loss: Any) -> None:
+        """The step is complete on this rank."""
+        part, done = self._p, step.index + 1
+        if part.who.device.startswith("cuda"):
+            torch.cuda.current_stream().synchronize()
+        part.state.settle_buckets()
+        self.done = done
+        part.state.touched = False
+        try:
+            self._save(Version(done, part.roster.epoch))
+        except (StateNotPlain, StateMismatch):
+            raise
+        except (CheckpointError, OSError) as error:
+            say(part.rank, f"no snapshot of step {done}: {error}")
+        self._pacing.agree(done)
+        if part.has_buddy:
+            self._gate.look(done)
+
+    def _save(self, version: Version, *, first: bool = False) -> None:
+        part, pacing = self._p, self._pacing
+        pacing.step()
+        full = first or pacing.full(version.step)
+        if full:
+            # Before the version before the last is overwritten, all ranks must hold the last one whole.
+            part.snapshots.await_copy()
+            everybody_is_here()
+            part.snapshots.save(
+                part.state,
+                version,
+                key=part.roster.key,
+                full=True,
+                ring=part.has_buddy,
+                world_size=part.who.world_size,
+                overlap=pacing.overlap and not first,
+                pin=pacing.durable(version.step) and not first,
+            )
+        pacing.saved(full=full)
+
+    def failed(self, step: Step, error: Exception) -> bool:
+        return False
+
+    def interrupted(self) -> bool:
+        return False
