@@ -18,8 +18,6 @@ SLICE = 4096
 """Elements of a parameter that the self-check looks at."""
 CHECKED = 64
 """Parameters of a group that the self-check looks at."""
-VECTOR = 64
-"""Elements that no vector unit exceeds in one instruction."""
 TRIAL_STEPS = 2
 """Steps of the self-check: the second one starts from state that the first one has made."""
 
@@ -64,9 +62,10 @@ def _trial(name: str, optimizer: Optimizer) -> str:
     kind = f"optimizer {name!r} ({type(optimizer).__name__})"
     chosen = _chosen(optimizer)
     try:
-        here = _tried(optimizer, chosen, 1, None)
-        there = _tried(optimizer, chosen, 1, "cpu")
-        half = _tried(optimizer, chosen, 2, "cpu") if any(_sharded(p) for _, _, p in pieces.places(optimizer)) else None
+        here = _tried(optimizer, chosen, None)
+        there = _tried(optimizer, chosen, "cpu")
+        sharded = any(_sharded(p) for _, _, p in pieces.places(optimizer))
+        other = _tried(optimizer, chosen, "cpu", disturbed=True) if sharded else None
     except Exception as error:  # whatever a stranger's optimizer raises when it is copied
         return f"{kind} does not work on copies of its tensors ({type(error).__name__}: {error}); write differences"
     if here is None or there is None:
@@ -75,11 +74,11 @@ def _trial(name: str, optimizer: Optimizer) -> str:
         if not torch.equal(flat(value), flat(there[key])):
             where = "the CPU rounds differently from the device" if value.device.type != "cpu" else "not reproducible"
             return f"{kind}: {key} differs after a trial step on the same gradient ({where}); write differences"
-    pieces_seen = [(key, value, there[key]) for key, value in (half or {}).items() if value.shape != there[key].shape]
-    if half is not None and not pieces_seen:
+    seen = [(key, value) for key, value in (other or {}).items() if value.ndim and len(value) > 1]
+    if other is not None and not seen:
         return f"{kind} could not be tried on pieces of its parameters: they are too small; write differences"
-    for key, value, whole in pieces_seen:
-        if not torch.equal(flat(value), flat(whole[: value.shape[0]])):
+    for key, value in seen:
+        if not torch.equal(flat(value[: len(value) // 2]), flat(there[key][: len(value) // 2])):
             return f"{kind} looks at whole tensors ({key}), and this rank holds pieces of them; write differences"
     return ""
 
@@ -93,15 +92,21 @@ def _chosen(optimizer: Optimizer) -> set[int]:
     return found
 
 
-def _tried(optimizer: Optimizer, chosen: set[int], part: int, device: str | None) -> dict[str, Tensor] | None:
-    """State after trial steps on slices, on ``device`` or where it is; ``None`` if random numbers were drawn."""
+def _tried(
+    optimizer: Optimizer, chosen: set[int], device: str | None, *, disturbed: bool = False
+) -> dict[str, Tensor] | None:
+    """State after trial steps on slices, on ``device`` or where it is; ``None`` if random numbers were drawn.
+
+    Args:
+        disturbed: gradients of the second half of the rows are others.
+    """
 
     def cut(tensor: Tensor, parameter: Tensor) -> Tensor:
         local, own = pieces.local(tensor), pieces.local(parameter)
         if id(parameter) not in chosen:
             return torch.empty(0, dtype=local.dtype, device=device or local.device)
         if local.shape == own.shape and own.ndim and _sliceable(optimizer, parameter):
-            local = local[: _rows(own) if part == 1 else _half(own)]
+            local = local[: _rows(own)]
         return local.detach().to(device or local.device, copy=True)
 
     made = twin(optimizer, cut)
@@ -114,11 +119,10 @@ def _tried(optimizer: Optimizer, chosen: set[int], part: int, device: str | None
             for g, i, parameter in pieces.places(made):
                 if parameter.requires_grad and parameter.numel():
                     own = whole[f"{g}/{i}"]
-                    full = own[: _rows(own)] if own.ndim and parameter.shape != own.shape else own
-                    parameter.grad = (
-                        _likely(full, step, draw)[: len(parameter)] if own.ndim else _likely(own, step, draw)
-                    )
-                    parameter.grad = parameter.grad.to(parameter.device)
+                    grad = _likely(own[: len(parameter)] if own.ndim else own, step, draw)
+                    if disturbed and grad.ndim:
+                        grad[len(grad) // 2 :] = grad[len(grad) // 2 :] * 3 + 1
+                    parameter.grad = grad.to(parameter.device)
             made.step()
         if not torch.equal(before, torch.random.get_rng_state()):
             return None
@@ -128,12 +132,6 @@ def _tried(optimizer: Optimizer, chosen: set[int], part: int, device: str | None
 def _rows(own: Tensor) -> int:
     """Rows of a slice."""
     return min(len(own), max(2, SLICE // max(1, own[:1].numel())))
-
-
-def _half(own: Tensor) -> int:
-    """Rows of about half a slice, cut where a vectorised loop has no remainder: those may round otherwise."""
-    half, width = max(1, _rows(own) // 2), own[:1].numel()
-    return next((rows for rows in range(half, 0, -1) if rows * width % VECTOR == 0), half)
 
 
 def _sliceable(optimizer: Optimizer, parameter: Tensor) -> bool:

@@ -53,7 +53,7 @@ def implementation(optimizer: Optimizer) -> Implementation:
     kind = type(optimizer)
     return Implementation(
         f"{kind.__module__}.{kind.__qualname__}",
-        torch.__version__,
+        str(torch.__version__),
         torch.backends.cpu.get_cpu_capability(),
         tuple((group.get("foreach"), group.get("fused")) for group in optimizer.param_groups),
     )
