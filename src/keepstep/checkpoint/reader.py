@@ -92,12 +92,20 @@ class Reader:
     Args:
         tiers: the fastest first.
         told: hears of each copy that could not be used; may be called from any thread.
+        history: job, run and roster of the parts that are meant; another run may have reached the same version.
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], version: Version, *, told: Callable[[Damage], None] | None = None, depth: int = 0
+        self,
+        tiers: Sequence[Tier],
+        version: Version,
+        *,
+        told: Callable[[Damage], None] | None = None,
+        history: tuple[str, str, str] | None = None,
+        depth: int = 0,
     ) -> None:
         self.version = version
+        self._history = history
         self._tiers, self._told, self._depth = tuple(tiers), told, depth
         self._lock = threading.RLock()
         self._refs: dict[int, dict[int, PartRef] | None] = {}
@@ -185,6 +193,8 @@ class Reader:
             if part.version != self.version or part.rank != rank:
                 raise ManifestDamaged(f"{tier.where}/{name}: speaks of step {part.version.step}, rank {part.rank}")
             held = self._held[rank]
+            if self._history is not None and part.history != self._history:
+                raise ManifestDamaged(f"{tier.where}/{name}: is of another run: {' '.join(part.history)}")
             if held and held[0].part.tensors != part.tensors:
                 raise ManifestDamaged(f"{tier.where}/{name}: lays its tensors out otherwise than {held[0].tier.where}")
             held.append(_Held(tier, part))

@@ -102,7 +102,7 @@ class Loop:
             return
         self._reserve()
         try:
-            found = self._resume_saved(roster) if roster.mode == "restart" else None
+            found = self._resume(roster)
         except Exception as error:
             if not self._absorb(error, self.done):
                 raise
@@ -120,12 +120,18 @@ class Loop:
         if self._pacing.every > 0 or self._s.snapshots.config.durable:
             self._s.snapshots.reserve(self._s.state.expected_bytes(), later=later)
 
-    def _resume_saved(self, roster: Roster) -> Found | None:
-        """After a restart of all processes: what the keepers still hold, if it is not behind the script's own start."""
-        found = self._restorer.meet(roster, self._s.rank, None, newcomer=True)
+    def _resume(self, roster: Roster) -> Found | None:
+        """Where all have been started: the newest step that durable tiers hold and, after a restart, the keepers."""
+        session, restart = self._s, roster.mode == "restart"
+        if not restart:
+            session.snapshots.forget_all()
+            if not (session.snapshots.config.durable and session.snapshots.config.policy.resume):
+                return None
+        found = self._restorer.meet(roster, session.rank, None, newcomer=restart, all_new=True)
         if found.version is None or found.version.step < self._start:
-            why = found.why or "it is newer than the newest common snapshot"
-            print(f"keepstep: rank {self._s.rank} starts at step {self._start}: {why}", file=sys.stderr, flush=True)
+            if restart or found.version is not None:
+                why = found.why or "it is newer than the newest common snapshot"
+                print(f"keepstep: rank {session.rank} starts at step {self._start}: {why}", file=sys.stderr, flush=True)
             return None
         return found
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+import struct
 import sys
 from typing import Any
 
@@ -29,3 +31,26 @@ def put_random_states(states: dict[str, Any]) -> None:
         import numpy
 
         numpy.random.set_state(states["numpy"])
+
+
+def derive_states(states: dict[str, Any], rank: int) -> dict[str, Any]:
+    """States for a rank that did not exist when ``states`` were kept: others than any rank's, the same whenever asked.
+
+    Args:
+        states: of the nearest rank that did.
+    """
+    digest = hashlib.blake2b(
+        bytes(states["torch"].tolist()), digest_size=8, key=b"keepstep", salt=struct.pack("<q", rank)
+    )
+    seed = int.from_bytes(digest.digest(), "little") >> 1
+    derived: dict[str, Any] = {
+        "python": random.Random(seed).getstate(),
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+    }
+    if "cuda" in states:  # Philox: seed and offset
+        derived["cuda"] = torch.frombuffer(bytearray(struct.pack("<qq", seed, 0)), dtype=torch.uint8)
+    if "numpy" in states:
+        import numpy
+
+        derived["numpy"] = numpy.random.RandomState(seed % 2**32).get_state()
+    return derived

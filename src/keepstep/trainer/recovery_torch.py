@@ -1,12 +1,13 @@
 """Recovery: from rebuilt communicators to a common, restored step.
 
 All ranks show what they hold, come to the same plan, and put the state back: from their own memory, from the file
-their predecessor left on this node, from another node's keeper, or from a live replica. A holder that turns out to be
-damaged is left out and the ranks agree again.
+their predecessor left on this node, from another node's keeper, from a durable tier, or from a live replica. A holder
+that turns out to be damaged is left out and the ranks agree again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from keepstep.checkpoint.peers import PeerClient
 from keepstep.checkpoint.slot import Description, TensorEntry, Version
 from keepstep.model.topology import Member, Place, Roster
 from keepstep.trainer.exceptions import CannotResume, StateMismatch
+from keepstep.trainer.exchange_torch import everybody
+from keepstep.trainer.restore_torch import Durable
 from keepstep.trainer.snapshots_torch import Snapshots
 from keepstep.trainer.state_torch import Live, State
 
@@ -52,47 +55,87 @@ class Restorer:
     ) -> None:
         self._state, self._snapshots, self._token = state, snapshots, token
         self._snap_dir, self._stop = snap_dir, stop
+        config = snapshots.config
+        self._durable = Durable(config, state, snap_dir, notes=snapshots.notes, stop=stop) if config.durable else None
         self.agree_ms = 0.0
         """How long the last ``meet`` took to agree."""
 
-    def meet(self, roster: Roster, rank: int, live: Version | None, *, newcomer: bool) -> Found:
+    def meet(self, roster: Roster, rank: int, live: Version | None, *, newcomer: bool, all_new: bool = False) -> Found:
         """Agree and restore; collective over all ranks of the (rebuilt) world.
 
         Args:
             live: the last commit of this process; ``None`` for one that has none.
             newcomer: this process has nothing of its own and looks at other nodes' keepers too.
+            all_new: every process of the job has just been started; durable tiers may then hold a newer step than
+                what is left in memory. Otherwise they are asked only when memory has no common step.
+
+        Raises:
+            CannotResume: there is something to go on from, and none of it can be used.
         """
         began = time.monotonic()
         holders = self._peers(roster, rank) if newcomer else {}
         dropped: set[Version] = set()
+        saved: tuple[Version, ...] | None = None
+        why = ""
         for _ in range(MAX_ROUNDS):
-            rows = self._exchange(self._holdings(live, holders, dropped), roster.world_size, rank)
+            if saved is None and all_new and self._durable is not None:
+                saved = self._durable.look(rank, roster.world_size)
+            mine = self._holdings(roster, live, holders, saved or (), dropped, newcomer)
+            rows = self._exchange(mine, roster.world_size, rank)
             plan = agree.choose(rows)
+            if plan is None and saved is None and self._durable is not None:
+                saved = self._durable.look(rank, roster.world_size)
+                continue
             self.agree_ms = (time.monotonic() - began) * 1e3
             if plan is None:
+                if saved:
+                    raise CannotResume(
+                        f"no checkpoint in {self._durable.where if self._durable else ''} could be read: {why}; "
+                        f"`keepstep ckpt verify` tells what is damaged, --no-resume begins anew"
+                    )
                 return Found(version=None, newest=0, source="initial", why=agree.explain(rows))
             problem = self._restore(plan, roster, rank, holders, dropped)
-            if _everybody(problem is None):
+            if everybody(problem is None):
                 self._snapshots.forget_after(plan.version)
                 return Found(version=plan.version, newest=plan.newest, source=plan.sources[rank])
             if problem is not None:
+                why = problem
                 print(f"keepstep: rank {rank}: {problem}; asking the next holder", file=sys.stderr, flush=True)
                 dropped.add(plan.version)
         raise CannotResume(f"no holder of a common step could be read in {MAX_ROUNDS} rounds")
 
     # ---------------------------------------------------------------- what there is
 
-    def _holdings(self, live: Version | None, holders: dict[Version, PeerClient], dropped: set[Version]) -> Holdings:
+    def _holdings(
+        self,
+        roster: Roster,
+        live: Version | None,
+        holders: dict[Version, PeerClient],
+        saved: tuple[Version, ...],
+        dropped: set[Version],
+        newcomer: bool,
+    ) -> Holdings:
         """Without what could not be restored in an earlier round: asking for it again would only use up the rounds."""
-        private = self._snapshots.private() - dropped
+        foreign = self._foreign(roster.world_size) if newcomer else set()
+        private = self._snapshots.private() - dropped - foreign
         clean = live if live is not None and self._state.clean and live in private else None
         return Holdings(
             live=clean,
-            full=tuple(v for v in self._snapshots.full() if v not in dropped),
+            full=tuple(v for v in self._snapshots.full() if v not in dropped | foreign),
             private=tuple(private),
-            peer=tuple(v for v in sorted(holders, reverse=True) if v not in dropped)[:2],
+            peer=tuple(v for v in sorted(holders, reverse=True) if v not in dropped),
+            saved=tuple(v for v in saved if v not in dropped),
             replicated=self._state.replicated,
         )
+
+    def _foreign(self, world_size: int) -> set[Version]:
+        """Versions in memory that another number of ranks left behind: what they mean to this one nobody knows."""
+        found = set()
+        for version in self._snapshots.full():
+            with contextlib.suppress(CheckpointError):
+                if self._snapshots.describe(version).world_size != world_size:
+                    found.add(version)
+        return found
 
     def _peers(self, roster: Roster, rank: int) -> dict[Version, PeerClient]:
         """Versions of this rank at other nodes' keepers. A keeper that does not answer holds nothing.
@@ -138,14 +181,21 @@ class Restorer:
     ) -> str | None:
         """Returns what went wrong on this rank, if anything; takes part in the replica broadcast in any case."""
         source, version, problem = plan.sources[rank], plan.version, None
+        if "saved" in plan.sources:
+            assert self._durable is not None
+            mine = source == "saved"
+            problem = self._durable.bring(version, roster.world_size, mine=mine, key=roster.key)
         try:
             if source == "peer":
                 holders[version].fetch(rank, version, self._snap_dir)
-            if source != "replica":
+                held = self._snapshots.describe(version).world_size
+                if held != roster.world_size:
+                    raise StateMismatch(f"it was kept by {held} ranks, this job has {roster.world_size}")
+            if source != "replica" and problem is None:
                 self._snapshots.load(self._state, version, shards=source != "live")
         except (CheckpointError, StateMismatch, KeyError, OSError) as error:
             problem = f"step {version.step} could not be restored ({source}): {error}"
-        if plan.root >= 0 and _everybody(problem is None):
+        if plan.root >= 0 and everybody(problem is None):
             self._share(plan, rank, dropped)
         return problem
 
@@ -196,13 +246,7 @@ class Restorer:
 
 def everybody_is_here() -> None:
     """A tiny all-reduce: nobody goes on before all have come, and it ends with an error when somebody is gone."""
-    _everybody(True)
-
-
-def _everybody(good: bool) -> bool:
-    count = torch.tensor([0 if good else 1], dtype=torch.int64)
-    dist.all_reduce(count)
-    return int(count) == 0
+    everybody(True)
 
 
 def _likely_holders(roster: Roster, seat: Member) -> list[Place]:

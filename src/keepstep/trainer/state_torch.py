@@ -182,6 +182,10 @@ class State:
         }
         return encode_plain(whole, "registered")
 
+    def owners(self) -> bytes:
+        """The parameter (``module/name``) at each optimizer's group and index, as msgpack."""
+        return self._owners
+
     def settle_buckets(self) -> None:
         """Let DDP rearrange its buckets now, where it would at its next forward; collective, on all ranks alike.
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.exceptions import PeerUnreachable, SlotInvalid
 from keepstep.checkpoint.slot import Version
 from keepstep.model.ids import Epoch, JobId, NodeId, Rank, SlotId
@@ -35,6 +36,8 @@ class Asked:
 
 
 class Local:
+    config = CheckpointConfig(job=JobId("j"))
+
     def __init__(self, *versions: Version) -> None:
         self.versions = versions
 

@@ -1,0 +1,42 @@
+"""Exchange: runs of bytes between the ranks of the default group. Never pickle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+from torch import distributed as dist
+
+
+def everybody(good: bool) -> bool:
+    """Whether it is so on all ranks; nobody goes on before all have come."""
+    if not dist.is_initialized():
+        return good
+    count = torch.tensor([0 if good else 1], dtype=torch.int64)
+    dist.all_reduce(count)
+    return int(count) == 0
+
+
+def gather(value: Any) -> list[Any]:
+    """Each rank's value (what msgpack can hold) on every rank, by rank."""
+    data = msgspec.msgpack.encode(value)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [msgspec.msgpack.decode(data)]
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    sizes[dist.get_rank()] = len(data)
+    dist.all_reduce(sizes)
+    room = int(sizes.max())
+    mine = torch.frombuffer(bytearray(data).ljust(room, b"\0"), dtype=torch.uint8)
+    every = bytearray(room * len(sizes))
+    dist.all_gather_into_tensor(torch.frombuffer(every, dtype=torch.uint8), mine)
+    return [
+        msgspec.msgpack.decode(memoryview(every)[number * room : number * room + size])
+        for number, size in enumerate(sizes.tolist())
+    ]
+
+
+def hand_out(piece: memoryview, root: int) -> None:
+    """The root's bytes into everybody's writable memory of the same size."""
+    if dist.is_initialized() and len(piece):
+        dist.broadcast(torch.frombuffer(piece, dtype=torch.uint8), src=root)
