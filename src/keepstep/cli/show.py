@@ -6,7 +6,9 @@ Each is a question to a source, rows, and a next command.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ from typing import Any
 import msgspec
 
 import keepstep
+from keepstep.checkpoint import room
 from keepstep.cli import dirs, doctor
 from keepstep.cli.errors import DoorError, NotFound
 from keepstep.cli.local import add_local
-from keepstep.cli.render import Column, check_form, fold_nodes, paint, show
+from keepstep.cli.render import Column, Form, check_form, fold_nodes, paint, show
 from keepstep.cli.source import Source, find, of_run
 from keepstep.cli.where import Where
 from keepstep.model.records import SCHEMA, AnyRecord
@@ -37,6 +40,8 @@ JOB_COLUMNS = (
     Column("LEVEL", "level", wide=True),
     Column("EPOCH", "epoch", wide=True),
     Column("ATTEMPT", "attempt", wide=True),
+    Column("DURABLE", "durable", wide=True),
+    Column("NO_COPY", "ranks_without_copy", wide=True),
     Column("SUBMITTED", "submitted_at", wide=True),
     Column("RUN_DIR", "run_dir", wide=True),
     Column("REASON", "why"),
@@ -75,6 +80,15 @@ INCIDENT_COLUMNS = (
     Column("CLOSED", "closed_at", wide=True),
     Column("REASON", "title"),
 )
+CHECKPOINT_COLUMNS = (
+    Column("CHECKPOINT", "tier"),
+    Column("STEP", "step"),
+    Column("AGE", "age"),
+    Column("VERIFIED", "verified"),
+    Column("SIZE", "size"),
+    Column("TOOK_S", "seconds"),
+    Column("SAVED", "saved_at", wide=True),
+)
 FINDING_COLUMNS = (Column("CHECK", "check"), Column("STATE", "state"), Column("FOUND", "found"), Column("HELP", "help"))
 
 
@@ -89,7 +103,7 @@ def show_status(where: Where, job: str, output: str) -> int:
     for row in rows if people or source.run_dir is not None else ():
         full[row["job"]] = add_local(source, source.job(row["job"]))
         row["step"] = full[row["job"]]["step"]
-    show(answer, rows, JOB_COLUMNS, form)
+    show(answer, [told(row) for row in rows], JOB_COLUMNS, form)
     trouble = answer.get("controller", {}).get("why")
     if trouble:
         hint(f"the controller is not deciding: {trouble}")
@@ -97,6 +111,7 @@ def show_status(where: Where, job: str, output: str) -> int:
         for row in rows:
             print()
             show(answer, fold_rows(full[row["job"]]["nodes"]), NODE_COLUMNS, form)
+            show_checkpoints(row, form)
             if row["incident_open"]:
                 print()
                 print("\n".join(block(source, row["incident_open"], timeline=False)))
@@ -157,7 +172,8 @@ def show_job(where: Where, job: str, output: str) -> int:
     source = find(where, job)
     answer = add_local(source, source.job(job_name(source, job)))
     if form in ("table", "wide") and sys.stdout.isatty():
-        show(answer, [answer], JOB_COLUMNS, form)
+        show(answer, [told(answer)], JOB_COLUMNS, form)
+        show_checkpoints(answer, form)
         for rows, columns in (
             (fold_rows(answer["nodes"]), NODE_COLUMNS),
             (answer["ranks"], RANK_COLUMNS),
@@ -170,6 +186,43 @@ def show_job(where: Where, job: str, output: str) -> int:
         show(answer, answer["ranks"], RANK_COLUMNS, form)
     hint(f"next: keepstep logs {answer['job']} | keepstep incidents {answer['job']}")
     return 0
+
+
+def show_checkpoints(job: Mapping[str, Any], form: Form) -> None:
+    """What a job could fall back on, and what it lacks; nothing where there is nothing to say."""
+    if rows := checkpoint_rows(job, time.time()):
+        print()
+        show(job, rows, CHECKPOINT_COLUMNS, form)
+    if (lacking := job.get("ranks_without_copy", "-")) != "-":
+        print(f"no copy on another node: rank {lacking}")
+    if pace := job.get("snapshot_pace"):
+        print(f"snapshots: {pace}")
+
+
+def checkpoint_rows(job: Mapping[str, Any], now_s: float) -> list[dict[str, Any]]:
+    """The newest generation of each durable tier, with its age and size as people read them."""
+    return [
+        {**row, "age": age(row["saved_at"], now_s), "size": room.show(row["bytes"])}
+        for row in job.get("checkpoints", ())
+    ]
+
+
+def told(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A job's row with its durable generations as one cell."""
+    tiers = row.get("checkpoints") or ()
+    cells = [f"{one['tier']}:{one['step']}{'' if one['verified'] else ' (not verified)'}" for one in tiers]
+    return {**row, "durable": " ".join(cells)}
+
+
+def age(at: str | None, now_s: float) -> str:
+    """``14 s``, ``3 min``, ``5 h``, ``2 d`` since a time of the log; clocks may differ a little."""
+    if at is None:
+        return "-"
+    seconds = max(0.0, now_s - datetime.datetime.fromisoformat(at).timestamp())
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def show_incidents(where: Where, job: str, output: str) -> int:

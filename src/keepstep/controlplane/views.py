@@ -17,7 +17,7 @@ from keepstep import __version__
 from keepstep.controlplane.folding import LOG_FILE
 from keepstep.core.controller import Controller
 from keepstep.core.state import Incident, Job, Node
-from keepstep.model.ids import IncidentId, JobId, Nanos, show_epoch
+from keepstep.model.ids import IncidentId, JobId, Nanos, NodeId, show_epoch
 from keepstep.model.records import IncidentMeasured, IncidentMoved, IncidentOpened, Observed, PlanMade, SuspectNamed
 from keepstep.model.settings import Policy
 from keepstep.model.topology import fold_ranks
@@ -77,6 +77,10 @@ def job_view(job: Job) -> View:
         ],
         "ranks": _rank_rows(job),
         "incidents": [_incident_row(job, incident) for incident in job.incidents.values()],
+        "replication_gaps": [
+            {"rank": rank, "step": gap.step, "since": when(gap.at), "why": gap.why}
+            for rank, gap in sorted(job.gaps.items())
+        ],
     }
 
 
@@ -225,7 +229,35 @@ def _job_row(job: Job) -> View:
         "incident_open": job.current,
         "submitted_at": when(job.submitted),
         "allow_inject": job.spec.allow_inject,
+        "checkpoints": _checkpoint_rows(job),
+        "ranks_without_copy": fold_ranks(sorted(job.gaps)),
+        "snapshot_every": job.spec.snapshot_every,
+        "snapshot_pace": job.pace,
     }
+
+
+def _checkpoint_rows(job: Job) -> list[View]:
+    """The newest generation of each durable tier. Nodes' own disks count as one: what all of them have.
+
+    A disk whose node is not in the roster any more has nothing to say about the present world.
+    """
+    rows = []
+    own = {name: saved for name, saved in job.saved.items() if name != "remote"}
+    here = [saved for name, saved in own.items() if job.in_roster(NodeId(name.partition("/")[2]))]
+    shared = job.saved.get("remote")
+    for tier, saved in (("local", min(here, key=lambda one: one.step, default=None)), ("remote", shared)):
+        if saved is not None:
+            rows.append(
+                {
+                    "tier": tier,
+                    "step": saved.step,
+                    "saved_at": when(saved.at),
+                    "verified": saved.verified,
+                    "bytes": saved.bytes,
+                    "seconds": saved.seconds,
+                }
+            )
+    return rows
 
 
 def _node_row(job: Job, node: Node) -> View:

@@ -104,6 +104,24 @@ class Progress(Struct, frozen=True, kw_only=True):
     """When the rank said its last word, by its node's clock."""
 
 
+class Saved(Struct, frozen=True, kw_only=True):
+    """The newest generation of a durable tier that has been told of."""
+
+    step: int
+    at: Nanos
+    verified: bool = False
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class Gap(Struct, frozen=True, kw_only=True):
+    """A rank without a copy on another node."""
+
+    step: int
+    at: Nanos
+    why: str
+
+
 class UserFault(Struct, frozen=True, kw_only=True):
     """An exception of the user's code that was already blamed for a recovery."""
 
@@ -209,6 +227,11 @@ class Job(Struct, kw_only=True):
     orders: dict[ActionId, AnyAction] = {}
     """Orders without an answer; the newest epoch's only."""
     order_count: int = 0
+    saved: dict[str, Saved] = {}
+    """By tier: ``remote``, or ``local/NODE`` for each node's own disk."""
+    gaps: dict[Rank, Gap] = {}
+    pace: str = ""
+    """How the steps between snapshots were last chosen, in words; empty while they are as the job asked."""
     deadlines: dict[str, Nanos] = {}
 
     def fork(self) -> Job:
