@@ -7,6 +7,7 @@ and alone; where nobody could replace a rank they only count.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     import torch
 
     from keepstep.trainer.join_torch import Identity
+    from keepstep.trainer.level1_torch import Level1
+    from keepstep.trainer.options import Checkpoint
     from keepstep.trainer.session_torch import Session
+    from keepstep.trainer.state_torch import State
 
 _PHASES = {
     "evaluation": Phase.EVALUATION,
@@ -37,16 +41,17 @@ _made: Keepstep | None = None
 class Keepstep:
     """This process's place in the job. Made by ``keepstep.init``."""
 
-    def __init__(self, who: Identity, session: Session | None) -> None:
+    def __init__(self, who: Identity, session: Session | None, alone: Level1 | None = None) -> None:
         from keepstep.trainer.join_torch import device_named
 
         self.rank: int = who.rank
         self.local_rank: int = who.local_rank
         self.world_size: int = who.world_size
         self.device: torch.device = device_named(who.device)
-        self.level: int = 2 if session is not None else 0
-        """2: a lost rank is replaced while this process lives on. 0: nobody watches, the loop only counts."""
-        self._session = session
+        self.level: int = 2 if session is not None else 1 if alone is not None else 0
+        """2, under ``keepstep run``: a lost rank is replaced while this process lives on. 1, with checkpoints under
+        torchrun: all ranks are started again and go on from the last snapshot. 0: the loop only counts."""
+        self._session, self._alone = session, alone
         self._looping = False
 
     def register(self, *, replicated: bool | None = None, **objects: Any) -> None:
@@ -59,11 +64,11 @@ class Keepstep:
         """
         if self._looping:
             raise StepMisused("register() comes before ks.steps(): a newcomer could not know what was added later")
-        if self._session is not None:
+        if self._state is not None:
             from keepstep.trainer.follow_torch import followed
 
             ready = {name: followed(name, item) for name, item in objects.items()}
-            self._session.state.register(ready, replicated)
+            self._state.register(ready, replicated)
 
     def steps(self, total: int, *, start: int = 0) -> Iterator[Step]:
         """Yield the steps ``start`` to ``total - 1``; goes round again from the common step after a recovery.
@@ -76,11 +81,20 @@ class Keepstep:
         if not 0 <= start <= total:
             raise StepMisused(f"ks.steps({total}, start={start}): start must lie between 0 and {total}")
         self._looping = True
+        if self._alone is not None:
+            from keepstep.trainer.level1_loop_torch import Level1Loop
+
+            return Level1Loop(self._alone, total, start).run()
         if self._session is None:
             return PlainLoop(total, start).run()
         from keepstep.trainer.loop_torch import Loop
 
         return Loop(self._session, total, start).run()
+
+    @property
+    def _state(self) -> State | None:
+        part = self._session or self._alone
+        return part.state if part is not None else None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -99,10 +113,12 @@ class Keepstep:
             beat.phase(before)
 
 
-def init(*, timeout: float | timedelta | None = None) -> Keepstep:
+def init(*, timeout: float | timedelta | None = None, checkpoint: Checkpoint | None = None) -> Keepstep:
     """Join the job and make the process groups; call it once, before the model is built.
 
     Args:
+        checkpoint: snapshots and durable generations without ``keepstep run`` (level 1); ``KEEPSTEP_CKPT_DIR`` and its
+            kin ask for the same. Under ``keepstep run`` its flags decide.
         timeout: of collectives, in seconds; torch's default where ``None``. It is only the last resort here: a broken
             collective is ended as soon as the fault is known.
     """
@@ -115,11 +131,26 @@ def init(*, timeout: float | timedelta | None = None) -> Keepstep:
 
         session = join(__version__, limit)
         _made = Keepstep(session.who, session)
+        if checkpoint is not None and session.who.rank == 0:
+            ours = "--ckpt-dir and its kin decide"
+            print(f"keepstep: checkpoint= has no effect under keepstep run, where {ours}", file=sys.stderr, flush=True)
     else:
         from keepstep.trainer.join_torch import join_plain
 
-        _made = Keepstep(join_plain(limit), None)
+        who = join_plain(limit)
+        _made = Keepstep(who, None, _level1(who, checkpoint))
     return _made
+
+
+def _level1(who: Identity, asked: Checkpoint | None) -> Level1 | None:
+    """The checkpoint engine alone, where the script or its environment asks for it."""
+    from keepstep.trainer import options
+
+    if asked is None and not options.wanted(os.environ):
+        return None
+    from keepstep.trainer.level1_torch import Level1
+
+    return Level1(who, asked or options.Checkpoint())
 
 
 def pause(name: str) -> AbstractContextManager[None]:
