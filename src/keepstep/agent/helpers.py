@@ -13,8 +13,6 @@ from keepstep.agent.exceptions import SpawnRefused
 from keepstep.agent.node import Node
 from keepstep.agent.programs import Programs
 from keepstep.agent.slots import Role, Slot
-from keepstep.checkpoint import config as checkpoint_config
-from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.model import env as names
 from keepstep.model.env import KEEPER_PORT_FILE
 from keepstep.model.facts import StoreLost, StoreReady
@@ -66,17 +64,6 @@ class Helpers:
                 self._attach_store()
         if self._slot_of("store") is None:
             self._store_lost("the store process is gone")
-
-    def write_checkpoint_config(self) -> None:
-        """Before anybody reads it. A node directory without room is found out by what needs more of it."""
-        spec = self._node.spec
-        config = CheckpointConfig(
-            job=spec.job, policy=spec.ckpt, layout=spec.layout, snapshot_every=spec.snapshot_every, level=2
-        )
-        try:
-            checkpoint_config.write(self._node.dir, config)
-        except OSError as error:
-            self._node.say(f"the engine's settings could not be written ({error.strerror}); its defaults hold")
 
     def _roles(self) -> tuple[Role, ...]:
         """Generations are written where the memory is kept that they are written from."""

@@ -85,7 +85,7 @@ class Agent:
         """Until the end of this node's part; the exit code is the job's."""
         parts: list[asyncio.Task[None]] = []
         try:
-            self.helpers.write_checkpoint_config()
+            self.node.write_checkpoint_config()
             await self.workers.open()
             self.notes.open()
             await self.deputy.server.open()

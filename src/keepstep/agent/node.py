@@ -24,6 +24,8 @@ from keepstep.agent.herald import announce
 from keepstep.agent.limits import HangDetect
 from keepstep.agent.outbox import Outbox
 from keepstep.agent.slots import Slot, Table
+from keepstep.checkpoint import config as checkpoint_config
+from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.model import env as names
 from keepstep.model.facts import AnyFact, Fact
 from keepstep.model.ids import Epoch, JobId, Nanos, NodeId, Rank, show_epoch
@@ -83,10 +85,28 @@ class Node:
         self.roster = roster
         # On disk before anything is done in its name: an agent that is started again must know its fence.
         write_atomic(self.dir / names.ROSTER_FILE, msgspec.msgpack.encode(roster))
+        if current is None or current.run != roster.run:
+            self.write_checkpoint_config()
         self.tell_keeper()
         if news := announce(roster):
             self.say(news)
         return None
+
+    def write_checkpoint_config(self) -> None:
+        """What trainers, keeper and archiver go by; before any of them is started."""
+        spec = self.spec
+        config = CheckpointConfig(
+            job=spec.job,
+            policy=spec.ckpt,
+            layout=spec.layout,
+            snapshot_every=spec.snapshot_every,
+            level=2,
+            run=self.roster.run if self.roster is not None else "",
+        )
+        try:
+            checkpoint_config.write(self.dir, config)
+        except OSError as error:
+            self.say(f"the checkpoint engine's settings could not be written ({error.strerror}); its defaults hold")
 
     # ------------------------------------------------------------ questions
 

@@ -120,6 +120,8 @@ class Roster(Struct, frozen=True, kw_only=True):
     """How many whole-job restarts came before: torchrun's ``TORCHELASTIC_RESTART_COUNT``."""
     incident: IncidentId | None = None
     snapshot_every: int = 1
+    run: str = ""
+    """Tells this run of the job from every other one of its name; checkpoints bear it."""
 
     def seats_on(self, node: NodeId) -> tuple[Member, ...]:
         return tuple(m for m in self.members if m.node == node)

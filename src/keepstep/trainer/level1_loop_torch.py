@@ -73,23 +73,12 @@ class Level1Loop:
     def _restore(self) -> Found | None:
         """The newest state that all ranks can have; ``None`` to start at the beginning."""
         part = self._p
-        self._forget_other_worlds()
         restorer = Restorer(part.state, part.snapshots, part.token, part.snap_dir, lambda: False)
-        found = restorer.meet(part.roster, part.rank, None, newcomer=True)
+        found = restorer.meet(part.roster, part.rank, None, newcomer=True, all_new=True)
         if found.version is not None and found.version.step < self._start:
             say(part.rank, f"step {found.version.step} is not taken: the script starts at step {self._start}")
             return None
         return found
-
-    def _forget_other_worlds(self) -> None:
-        """Sharded state of another number of ranks is of use in durable tiers only, where all of its parts are."""
-        part = self._p
-        for version in part.snapshots.full():
-            held = part.snapshots.describe(version)
-            if held.world_size != part.who.world_size and not held.replicated:
-                say(part.rank, f"step {version.step} in memory is one of {held.world_size} ranks and is not taken")
-                part.snapshots.forget_all()
-                return
 
     def _finish(self) -> None:
         """Nobody leaves before all have committed the last step, and before that is durable."""

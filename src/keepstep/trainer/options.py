@@ -107,6 +107,7 @@ def settle(asked: Checkpoint, environ: Mapping[str, str], world_size: int) -> tu
         layout=words.fit(words.layout(layout_text, "layout"), world_size, "layout"),
         snapshot_every=every,
         level=1,
+        run=_launch(environ),
     )
     linger = asked.linger_s if asked.linger_s is not None else _seconds(environ.get(LINGER) or str(LINGER_S))
     return config, linger
@@ -133,11 +134,16 @@ def _job(policy: CheckpointPolicy, environ: Mapping[str, str]) -> str:
     run = environ.get("TORCHELASTIC_RUN_ID", "none")
     place = policy.dir or policy.local_dir
     if not policy.resume or not (place or run not in ("", "none")):
-        parent = os.getppid() if "TORCHELASTIC_RESTART_COUNT" in environ else os.getpid()
-        place = f"{os.uname().nodename}/{parent}/{_start_of(parent)}"
+        place = _launch(environ)
     elif not place:
         return run
     return f"{stem}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+
+
+def _launch(environ: Mapping[str, str]) -> str:
+    """What restarts by one torchrun share; a process of its own where there is none."""
+    parent = os.getppid() if "TORCHELASTIC_RESTART_COUNT" in environ else os.getpid()
+    return f"{os.uname().nodename}/{parent}/{_start_of(parent)}"
 
 
 def _start_of(pid: int) -> str:

@@ -117,6 +117,7 @@ def anew(
         attempt=attempt,
         incident=incident,
         snapshot_every=job.spec.snapshot_every,
+        run=f"{job.submitted:x}",
     )
 
 
@@ -173,6 +174,7 @@ def reseat(
         attempt=before.attempt,
         incident=incident,
         snapshot_every=before.snapshot_every,
+        run=before.run,
     )
 
 
