@@ -12,9 +12,26 @@ SPARE = 0.05
 """Share of the free memory that stays free."""
 
 
-def need(version_bytes: int, ranks: int, *, has_buddy: bool) -> int:
-    """Bytes on one node: two versions per local rank, and as many again for another node's replicas."""
-    return version_bytes * VERSIONS * ranks * (2 if has_buddy else 1)
+def copies(*, has_buddy: bool, durable: bool = False, full_every: int = 1) -> dict[str, int]:
+    """Versions kept in a node's memory for each of its ranks, by what they are for.
+
+    Args:
+        durable: one more may be held for the durable tiers while two go on alternating.
+        full_every: from 2 on, the archiver keeps what it wrote last, to write differences from it.
+    """
+    found = {"versions": VERSIONS}
+    if durable:
+        found["held for the durable tiers"] = 1
+    if has_buddy:
+        found["replicas of another node's ranks"] = VERSIONS
+    if durable and full_every > 1:
+        found["to take differences from (--ckpt-full-every 1 does without)"] = 1
+    return found
+
+
+def need(version_bytes: int, ranks: int, *, has_buddy: bool, durable: bool = False, full_every: int = 1) -> int:
+    """Bytes on one node."""
+    return version_bytes * ranks * sum(copies(has_buddy=has_buddy, durable=durable, full_every=full_every).values())
 
 
 def free(directory: Path) -> int:
@@ -38,16 +55,19 @@ def used(*directories: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in files)
 
 
-def check(*, version_bytes: int, ranks: int, has_buddy: bool, room: int) -> None:
+def check(
+    *, version_bytes: int, ranks: int, has_buddy: bool, room: int, durable: bool = False, full_every: int = 1
+) -> None:
     """Raises ``NotEnoughMemory`` with the whole sum when ``room`` bytes do not suffice."""
-    wanted = need(version_bytes, ranks, has_buddy=has_buddy)
+    wanted = need(version_bytes, ranks, has_buddy=has_buddy, durable=durable, full_every=full_every)
     if wanted <= room:
         return
-    replicas = " + the same for another node's replicas" if has_buddy else ""
+    kept = copies(has_buddy=has_buddy, durable=durable, full_every=full_every)
+    listed = " + ".join(f"{number} {name}" for name, number in kept.items())
     raise NotEnoughMemory(
-        f"snapshots need {show(wanted)} of memory on this node: {show(version_bytes)} per version x {VERSIONS} "
-        f"versions x {ranks} ranks{replicas}, but {show(room)} can be had. Free memory, put KEEPSTEP_RUNTIME_DIR on "
-        f"a larger tmpfs, or run with --snapshot-every 0 (replicated models recover from a live replica then)"
+        f"snapshots need {show(wanted)} of memory on this node: {show(version_bytes)} per version x {ranks} ranks x "
+        f"({listed}), but {show(room)} can be had. Free memory, put KEEPSTEP_RUNTIME_DIR on a larger tmpfs, or run "
+        f"with --snapshot-every 0 (replicated models recover from a live replica then)"
     )
 
 

@@ -87,7 +87,8 @@ class Session:
 
     def check_room(self) -> None:
         """Refuse before the run what would run out of memory during it."""
-        if self.roster.snapshot_every == 0:
+        config = self.snapshots.config
+        if self.roster.snapshot_every == 0 and not config.durable:
             return
         seat = self.roster.seat_of(self.rank)
         assert seat is not None
@@ -98,6 +99,8 @@ class Session:
                 ranks=len(self.roster.seats_on(seat.node)),
                 has_buddy=self.has_buddy,
                 room=room.free(self.snap_dir) + room.used(self.snap_dir, replica),
+                durable=config.durable,
+                full_every=config.policy.full_every,
             )
         except NotEnoughMemory as error:
             print(f"keepstep: {error}", file=sys.stderr, flush=True)

@@ -217,7 +217,7 @@ def test_too_little_memory_is_refused_before_the_run() -> None:
         assert agent.wait_exit(0) == 66
         failed = agent.wait_frames(WorkerFailed, 1)[0][1].error
         assert failed.type == "NotEnoughMemory"
-        assert "per version x 2 versions x 1 ranks" in (agent.root / f"{agent.slots[0]}.err").read_text()
+        assert "per version x 1 ranks x (2 versions)" in (agent.root / f"{agent.slots[0]}.err").read_text()
         assert not list((agent.node_dir / SNAP_DIR).glob("*.0")) or pair.look(agent.node_dir / SNAP_DIR, 0) == []
 
 
