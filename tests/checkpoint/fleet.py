@@ -21,7 +21,6 @@ from keepstep.checkpoint.peers import PeerClient
 from keepstep.checkpoint.slot import Slot
 from keepstep.model.env import KEEPER_SOCKET, NOTES_SOCKET, SNAP_DIR
 from keepstep.model.ids import Epoch, JobId, NodeId, Rank, SlotId
-from keepstep.model.placement import Host, place
 from keepstep.model.topology import Member, Place, Roster
 
 TOKEN = "t0ken"
@@ -54,7 +53,7 @@ class Fleet:
         return int((self.root / node / "keeper.port").read_text())
 
     def roster(self, epoch: int = 1, origin: str = "controller") -> Roster:
-        homes = place([Host(NodeId(node), (i,)) for i, node in enumerate(self.nodes)]).buddy
+        homes = dict(zip(self.nodes, [*self.nodes[1:], self.nodes[0]], strict=True))
         return Roster(
             job=JobId("job"),
             epoch=Epoch(epoch),
@@ -71,7 +70,7 @@ class Fleet:
                     host="127.0.0.1",
                     keeper_port=self.port(node),
                     peer_port=0,
-                    buddy=homes[NodeId(node)],
+                    buddy=NodeId(homes[node]),
                 )
                 for node in self.nodes
             ),

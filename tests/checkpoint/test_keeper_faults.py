@@ -13,8 +13,9 @@ import pytest
 
 from keepstep.checkpoint import config, pair
 from keepstep.checkpoint.exceptions import PeerRefused
-from keepstep.checkpoint.keeper import ALREADY_KEPT, MAX_CONNECTIONS
+from keepstep.checkpoint.keeper import ALREADY_KEPT
 from keepstep.checkpoint.keeper_send import Gap
+from keepstep.checkpoint.keeper_serve import MAX_CONNECTIONS
 from keepstep.checkpoint.keeper_take import Inbox
 from keepstep.checkpoint.line import Line
 from keepstep.checkpoint.notes import Note

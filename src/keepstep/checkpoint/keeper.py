@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -26,21 +25,18 @@ from pathlib import Path
 import msgspec
 
 from keepstep.checkpoint import config, pair
-from keepstep.checkpoint.exceptions import CheckpointError, SlotInvalid
+from keepstep.checkpoint.exceptions import CheckpointError
 from keepstep.checkpoint.files import read_int, write_atomic
 from keepstep.checkpoint.keeper_send import CONFIRM_S, Pusher, Target
+from keepstep.checkpoint.keeper_serve import MAX_CONNECTIONS, Desk
 from keepstep.checkpoint.keeper_take import Inbox
-from keepstep.checkpoint.line import Line
 from keepstep.checkpoint.notes import Teller
-from keepstep.checkpoint.peers import Answer, Get, Have, KeeperRequest, Put, Request
+from keepstep.checkpoint.peers import Request
 from keepstep.checkpoint.rate import Pace
 from keepstep.checkpoint.scrub import SCRUB_EVERY_S, Scrubber, Traffic
-from keepstep.checkpoint.slot import Slot, Version
-from keepstep.checkpoint.transfer import send
 from keepstep.model.env import CHECKPOINT_FILE, KEEPER_PORT_FILE, KEEPER_SOCKET, REPLICA_DIR, ROSTER_FILE, SNAP_DIR
 from keepstep.model.topology import Roster
 
-MAX_CONNECTIONS = 64
 REMEMBERED_ROSTERS = 4
 """Files of ranks that none of the last rosters puts here are removed; a recovery may still need the ones before."""
 PORT_TRIES = 20
@@ -81,13 +77,15 @@ class Keeper:
         self._rosters: deque[Roster] = deque(maxlen=REMEMBERED_ROSTERS)
         self._target = _direct(buddy, job, token)
         self._pushers: dict[int, Pusher] = {}
-        self._open, self._lock = 0, threading.Lock()
         self._said: set[str] = set()
         self._wanted_at = time.monotonic()
         self._pace, self._policy_mark = Pace(), (0, 0)
         self._teller, self._traffic = Teller(node_dir), Traffic()
         self._snap.mkdir(parents=True, exist_ok=True)
         self._inbox = Inbox(self._replica, fence=self._fence, tell=self._teller.tell, say=self._say)
+        self._desk = Desk(
+            (self._snap, self._replica), let_in=self._let_in, inbox=self._inbox, traffic=self._traffic, say=self._say
+        )
         self._scrubber = Scrubber(
             {self._snap: True, self._replica: False},
             traffic=self._traffic,
@@ -100,7 +98,7 @@ class Keeper:
         loop = asyncio.get_running_loop()
         server = await self._listen()
         bell = self._bell()
-        loop.add_reader(server, self._accept, server)
+        loop.add_reader(server, self._desk.accept, server)
         loop.add_reader(bell, self._rung, bell)
         # Only now: whoever sees the port finds somebody who listens, at the bell, too.
         write_atomic(self._dir / KEEPER_PORT_FILE, str(server.getsockname()[1]).encode())
@@ -241,44 +239,8 @@ class Keeper:
             pusher.start()
         pusher.ring(confirm=confirm)
 
-    # ---------------------------------------------------------------- from peers
-
-    def _accept(self, server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            sock, address = server.accept()
-            threading.Thread(target=self._serve, args=(sock, f"peer {address[0]}"), daemon=True).start()
-
-    def _serve(self, sock: socket.socket, who: str) -> None:
-        with self._lock:
-            self._open += 1
-        try:
-            with Line(sock, who) as line:
-                if self._open > MAX_CONNECTIONS:
-                    line.say(Answer(ok=False, why=f"{MAX_CONNECTIONS} transfers are open already; try again"))
-                    return
-                self._answer(line, line.hear(KeeperRequest))
-        except (OSError, CheckpointError):
-            pass  # the peer is gone or speaks nonsense: nothing was completed, nobody waits
-        finally:
-            with self._lock:
-                self._open -= 1
-
-    def _answer(self, line: Line, request: KeeperRequest) -> None:
-        if why := self._fence(request):
-            line.say(Answer(ok=False, why=why))
-            return
-        self._wanted_at = time.monotonic()
-        match request:
-            case Have():
-                line.say(Answer(ok=True, versions=tuple(dict.fromkeys(v for v, _ in self._held(request.rank)))))
-            case Get():
-                with self._traffic:
-                    self._give(line, request)
-            case Put():
-                with self._traffic:
-                    self._inbox.take(line, request)
-
     def _fence(self, request: Request) -> str:
+        """Why a request must not be served, in a sentence; empty where it may."""
         if not hmac.compare_digest(request.token.encode(), self._token.encode()):
             return "wrong token"
         roster = self._roster
@@ -292,24 +254,10 @@ class Keeper:
             return f"roster {request.key} is a rival of {roster.key}"
         return ""
 
-    def _held(self, rank: int) -> list[tuple[Version, Path]]:
-        held = pair.look(self._snap, rank) + pair.look(self._replica, rank)
-        return sorted(held, key=lambda item: item[0], reverse=True)
-
-    def _give(self, line: Line, request: Get) -> None:
-        """A newcomer waits for this: no budget holds it back."""
-        path = next((p for v, p in self._held(request.rank) if v == request.version), None)
-        try:
-            if path is None:
-                raise SlotInvalid(f"no version of step {request.version.step} of rank {request.rank} here")
-            with contextlib.closing(Slot(path)) as slot:
-                if not slot.sealed:
-                    slot.seal()
-                line.say(Answer(ok=True, size=slot.used))
-                send(line, slot, request.version)
-        except SlotInvalid as error:
-            self._say(f"give {request.rank}", str(error))
-            line.say(Answer(ok=False, why=str(error)))
+    def _let_in(self, request: Request) -> str:
+        if not (why := self._fence(request)):
+            self._wanted_at = time.monotonic()
+        return why
 
     def _say(self, topic: str, text: str) -> None:
         """Once per topic: the same gap every step would drown the log."""
