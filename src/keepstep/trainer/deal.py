@@ -38,10 +38,15 @@ class Dealer:
         self._lengths = tuple(lengths) if lengths is not None else None
         self.samples = sum(self._lengths) if self._lengths is not None else None
         """Of one pass, where known."""
+        self._order = -1, Permutation(shards, "")
 
     def shard_at(self, place: int) -> int:
         turn, within = divmod(place, self.shards)
-        return Permutation(self.shards, f"{self._seed}/{turn}")[within] if self._shuffle else within
+        if not self._shuffle:
+            return within
+        if self._order[0] != turn:
+            self._order = turn, Permutation(self.shards, f"{self._seed}/{turn}")
+        return self._order[1][within]
 
     def length_at(self, place: int) -> int | None:
         return None if self._lengths is None else self._lengths[self.shard_at(place)]

@@ -78,16 +78,16 @@ def _skip(samples: Iterator[Any], count: int, name: str) -> None:
         return
     with _slow():
         began = said = time.monotonic()
-        for done in range(count):
+        for done in range(1, count + 1):
             try:
                 next(samples)
             except StopIteration:
                 raise StateMismatch(
-                    f"data: {name} ended after {done} samples where the saved position lies {count} samples on; it is "
-                    f"not what it was when the position was saved"
+                    f"data: {name} ended after {done - 1} samples where the saved position lies {count} samples on; it "
+                    f"is not what it was when the position was saved"
                 ) from None
             if done % SKIP_LOOK == 0 and (now := time.monotonic()) - said > SKIP_SAY_S:
-                said, rate = now, done / (now - began)
+                said, rate = now, done / max(now - began, 1e-9)
                 print(
                     f"keepstep: data: skipping to the saved place in {name}: {done} of {count} samples, {rate:.0f} a "
                     f"second, about {(count - done) / rate:.0f} s left",

@@ -19,7 +19,7 @@ S = TypeVar("S")
 KIND = "shards"
 FORMAT = 1
 EMPTY_PASSES = 100
-"""A rank that has been dealt so many passes without one sample says so instead of looking for ever."""
+"""A rank that has been dealt so many passes, and one more per rank, without one sample says so and stops looking."""
 
 
 class StepShards(Generic[S]):
@@ -60,7 +60,7 @@ class StepShards(Generic[S]):
         self._deal = Dealer(len(shards), seed=seed, shuffle=shuffle, lengths=lengths)
         self._fixed = {"seed": seed, "shuffle": shuffle, "shards": len(shards), "samples": self._deal.samples}
         self._todo: list[Piece] = []
-        self._turn = 0
+        self._turn, self._dry = 0, 0
         self._left = self._deal.least_and_most(0, passes, world_size) if passes is not None else None
         self._reader: Reader | None = None
 
@@ -97,7 +97,9 @@ class StepShards(Generic[S]):
             piece = self._todo[0]
             if piece.stop is None or reader.number < piece.stop:
                 try:
-                    return next(reader)
+                    sample = next(reader)
+                    self._dry = 0
+                    return sample
                 except StopIteration:
                     if piece.stop is not None:
                         raise self._wrong_length(piece, f"ended after {reader.number} samples") from None
@@ -108,13 +110,13 @@ class StepShards(Generic[S]):
             self._reader = None
 
     def _open(self) -> Reader:
-        for _ in range(EMPTY_PASSES * self._world):
-            if self._todo:
-                break
+        while not self._todo:
+            if self._dry == EMPTY_PASSES + self._world:
+                raise ValueError(
+                    f"data: rank {self._rank} was dealt {self._dry} passes without a sample; are there any?"
+                )
             self._todo = self._deal.deal(self._turn, self._rank, self._world)
-            self._turn += 1
-        else:
-            raise ValueError(f"data: rank {self._rank} was dealt {EMPTY_PASSES} passes without a sample")
+            self._turn, self._dry = self._turn + 1, self._dry + 1
         piece = self._todo[0]
         shard = self._shard(piece)
         self._reader = Reader(
