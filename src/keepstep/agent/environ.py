@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from keepstep.agent.config import AgentConfig
+from keepstep.agent.streaming import streaming
 from keepstep.model import env as names
 from keepstep.model.ids import SlotId
 from keepstep.model.topology import Member, Roster
@@ -82,6 +83,7 @@ def _common(config: AgentConfig, base: Mapping[str, str], slot: SlotId, error_fi
         names.CONTROLLER: f"{config.controller_host}:{config.controller_port}",
     }
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    env.update(streaming(env))
     threads = omp_threads(config, base)
     if threads is not None:
         env["OMP_NUM_THREADS"] = threads

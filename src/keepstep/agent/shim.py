@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.agent import proc
+from keepstep.agent.streaming import streaming
 from keepstep.model import env as names
 
 QUEUE = 4096
@@ -271,7 +272,10 @@ class Shim:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "keepstep.agent.zygote", "--fd", str(theirs.fileno())]
         process = subprocess.Popen(
-            [*command, "--warm", self._warm_kind], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            [*command, "--warm", self._warm_kind],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **streaming(os.environ)},
         )
         process.returncode = 0  # _reap collects it; Popen must not.
         theirs.close()

@@ -6,7 +6,7 @@ leaves the interpreter to others while it runs. Small tensors are moved many at 
 interpreter, since taking it back would cost more than the copy.
 
 The C library writes around the caches from a size on that it works out of the machine's cache, and in a virtual
-machine that is often far too large; ``STREAM_FROM`` is what the agent asks for when it starts a trainer.
+machine that is often far too large; so the agent names a size when it starts trainers (``agent.environ.streaming``).
 """
 
 from __future__ import annotations
