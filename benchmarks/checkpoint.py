@@ -11,7 +11,6 @@ Peers are measured where they can be imported; what is missing is named with the
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import random
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.progress import spread
+from keepstep.agent.streaming import streaming
 
 STALL_OVER_FLOOR = 1.5
 OVERLAPPED_OVER_FLOOR = 0.1
@@ -66,13 +66,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def trainer_environment() -> dict[str, str]:
-    """What the agent sets for its trainers so that copies go around the caches, where it does."""
-    environ = dict(os.environ)
-    try:
-        tunables = importlib.import_module("keepstep.agent.environ").COPY_TUNABLES
-    except (ImportError, AttributeError):
-        return environ
-    return {"GLIBC_TUNABLES": tunables, **environ}
+    """What the agent sets for its trainers so that copies go around the caches."""
+    return {**os.environ, **streaming(os.environ)}
 
 
 def replication(args: argparse.Namespace) -> dict[str, Any] | None:
