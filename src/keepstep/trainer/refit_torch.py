@@ -241,21 +241,19 @@ class _Refit:
     # ---------------------------------------------------------------- plain state
 
     def _new_plain(self) -> bytes:
-        part = self._parts[self._near]
-        if not self._moved and self._plain.get("owners", b"") == self._state.owners():
-            self._check_groups(self._plain["groups"])
-            return part.plain
+        self._check_groups(self._plain["groups"])
+        arranged = len(msgspec.msgpack.decode(self._plain["buckets"])) == len(self._state.ddp())
+        if not self._moved and arranged and self._plain.get("owners", b"") == self._state.owners():
+            return self._parts[self._near].plain
         whole = dict(self._plain)
-        self._check_groups(whole["groups"])
         whole["values"] = self._values()
+        whole["owners"] = self._state.owners()
+        if not arranged:
+            whole["buckets"] = msgspec.msgpack.encode([])
         if self._moved:
             whole["others"] = self._others()
             if self._rank >= self._old_world and whole["random"] is not None:
                 whole["random"] = derive_states(whole["random"], self._rank)
-        layouts = msgspec.msgpack.decode(whole["buckets"])
-        if len(layouts) != len(self._state.ddp()):
-            whole["buckets"] = msgspec.msgpack.encode([])
-        whole["owners"] = self._state.owners()
         return encode_plain(whole, "saved")
 
     def _check_groups(self, groups: Mapping[str, Sequence[Any]]) -> None:

@@ -91,6 +91,8 @@ def test_everybody_is_asked_where_the_named_ones_have_nothing(monkeypatch: pytes
 class Damaged:
     """Snapshots of steps 6 and 7, of which 7 cannot be read; remembers what was tried."""
 
+    config = CheckpointConfig(job=JobId("j"))
+
     def __init__(self) -> None:
         self.tried: list[int] = []
 
@@ -115,7 +117,7 @@ class Clean:
 
 def test_a_survivor_whose_own_step_cannot_be_restored_does_not_offer_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory is at step 7 but the private part of it is damaged: the second round goes on from step 6."""
-    monkeypatch.setattr(recovery_torch, "_everybody", lambda good: good)
+    monkeypatch.setattr(recovery_torch, "everybody", lambda good: good)
     snapshots: Any = Damaged()
     state: Any = Clean()
     restorer = Restorer(state, snapshots, "", Path(), lambda: False)
