@@ -195,6 +195,7 @@ def _make_way(tier: Tier, part: Part) -> Part | None:
         there = catalog.part(tier, part.version, part.rank)
         same = there.history == part.history and there.tensors == part.tensors and there.plain == part.plain
         same = same and there.world_size == part.world_size and there.read_back
+        same = same and (there.base is None or catalog.look(tier, there.base).complete)
         if same and tier.size(f"{folder(part.version)}/{there.file}") == there.size:
             return there
     except (GenerationIncomplete, ManifestDamaged, TierMissing):
@@ -333,8 +334,12 @@ def _gather(tier: Tier, version: Version, ranks: Iterable[int]) -> tuple[list[Pa
         part = catalog.check_part(data, f"{tier.where}/{name}", version, rank)
         return part, PartRef(rank=rank, sum=sums.digest(data), size=len(data), bytes=part.size)
 
-    with ThreadPoolExecutor(READERS, thread_name_prefix="parts") as pool:
-        found = list(pool.map(one, ranks))
+    wanted = list(ranks)
+    if len(wanted) <= READERS // 2:
+        found = [one(rank) for rank in wanted]
+    else:
+        with ThreadPoolExecutor(READERS, thread_name_prefix="parts") as pool:
+            found = list(pool.map(one, wanted))
     return [part for part, _ in found], [ref for _, ref in found]
 
 
@@ -370,7 +375,7 @@ def _size(tier: Tier, name: str) -> int:
     try:
         return tier.size(name)
     except TierMissing as error:
-        raise PayloadDamaged(f"{tier.where}/{name}: the payload is not there") from error
+        raise GenerationIncomplete(f"{tier.where}/{name}: the payload is not there") from error
 
 
 def _get(tier: Tier, name: str) -> bytes | None:
