@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from keepstep.checkpoint import archive, pair
 from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.scribe import Scribe
-from keepstep.checkpoint.slot import Version
+from keepstep.checkpoint.slot import Slot, Version
 from keepstep.checkpoint.target import Seen, targets
 from keepstep.checkpoint.tiers.open import open_tier
 from keepstep.model import env
@@ -159,6 +159,9 @@ def main() -> None:
             version = Version(step, 1)
             snapshots.save(state, version, key="k", full=True, ring=False, world_size=WORLD, pin=True)
             (path,) = (p for v, p in pair.look(node_dir / env.SNAP_DIR, RANK) if v == version)
+            slot = Slot(path)
+            slot.seal()  # as the keeper does
+            slot.close()
             written = Scribe(lambda note: None).write(path, RANK, config, aims)
             assert written is not None
             assert len(written.parts) == len(aims), "a tier could not be written"
