@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import struct
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -107,6 +108,8 @@ class GradientLog:
         """Why no further step is kept; empty while all is well."""
         self.steps = self.payload = self.stored = 0
         """Records written, bytes of their gradients, and bytes that went to the tier."""
+        self.stall_s = 0.0
+        """Seconds that training has spent here: checksums, copies of gradients, waiting for the tier."""
 
     def start(self, version: Version) -> Check:
         """Begin behind a version whose full state is kept elsewhere; nothing is kept where replay is not exact."""
@@ -123,6 +126,7 @@ class GradientLog:
         """The steps since the last commit led to this version."""
         if self.broken or self._pool is None or self._at is None:
             return
+        began = time.perf_counter()
         self._after = state_sums(self._optimizers)
         taken, self._taken = self._taken, []
         try:
@@ -133,6 +137,7 @@ class GradientLog:
             return
         self._pending.append(self._pool.submit(self._write, self._at, version, taken, self._after, plain))
         self._at = version
+        self.stall_s += time.perf_counter() - began
 
     def flush(self) -> str:
         """Wait until everything committed is durable; the reason where it is not."""
@@ -153,6 +158,7 @@ class GradientLog:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.broken:
             return
+        began = time.perf_counter()
         name = self._names[id(optimizer)]
         if any(callable(value) for value in (*args[1:], *kwargs.values())):
             self._end(f"optimizer {name!r} was stepped with a closure, whose gradients are not known before")
@@ -164,6 +170,7 @@ class GradientLog:
             self._taken.append(take(name, optimizer, self._buffer))
         except (ReplayRefused, StateNotPlain) as error:
             self._end(str(error))
+        self.stall_s += time.perf_counter() - began
 
     def _end(self, reason: str) -> None:
         self.broken, self._taken = self.broken or reason, []
