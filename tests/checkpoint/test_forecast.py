@@ -34,11 +34,11 @@ def lost(found: Cluster, layout: Layout, racks: str = "abab") -> dict[str, Loss]
 
 
 def test_memory_line_by_line() -> None:
-    """Two versions of its own, two of another's, one that is being written, and the base of the differences."""
+    """Two versions of its own, two of another's, one that is being written, one to take differences from."""
     assert memory(cluster(rates={"memory": GB})).total == 40 * GB
     assert memory(cluster(rates={"memory": GB, "peer": GB})).total == 80 * GB
     assert memory(cluster()).total == 100 * GB
-    assert memory(cluster(full_every=4, copies=2)).total == 110 * GB
+    assert memory(cluster(full_every=4)).total == 120 * GB
 
 
 def test_intervals_that_the_bandwidth_allows() -> None:

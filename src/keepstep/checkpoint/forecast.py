@@ -12,6 +12,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from keepstep.checkpoint.room import copies
 from keepstep.model.ids import NodeId
 from keepstep.model.placement import Domain, Host, Placement
 from keepstep.model.topology import Layout
@@ -21,8 +22,6 @@ Source = Literal["memory", "live", "peer", "local", "remote"]
 """Where state comes back from; ``live`` is a data-parallel replica that goes on training."""
 DELTA_SHARE = 0.7
 """Size of a generation that holds only what changed, as a share of a full one: fp32 Adam; bf16 weights do better."""
-VERSIONS = 2
-"""Versions of each rank's state in its node's memory, and of a replica in another's."""
 BYTES_PER_PARAM = {
     ("adam", "fp32"): 12,
     ("adam", "bf16"): 14,
@@ -129,15 +128,13 @@ class Loss(Struct, frozen=True, kw_only=True):
 
 
 def memory(cluster: Cluster) -> Memory:
-    """Two versions for the node itself and two of another's, more where durable tiers are on."""
-    own = cluster.node_bytes
-    lines = [(f"own snapshots: {VERSIONS} versions", own * VERSIONS)]
-    if "peer" in cluster.rates and cluster.nodes > 1:
-        lines.append((f"another node's copies: {VERSIONS} versions", own * VERSIONS))
-    if cluster.durable:
-        lines.append(("the version that is being written", own))
-        if cluster.full_every > 1:
-            lines.append(("what differences rest on", own // cluster.copies))
+    """What a run with these settings asks for before it starts (``room``), for all ranks of a node."""
+    parts = copies(
+        has_buddy="peer" in cluster.rates and cluster.nodes > 1,
+        durable=cluster.durable,
+        full_every=cluster.full_every,
+    )
+    lines = [(f"{count} {what}" if count > 1 else what, count * cluster.node_bytes) for what, count in parts.items()]
     return Memory(lines=tuple(lines))
 
 
