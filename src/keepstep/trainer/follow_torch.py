@@ -7,13 +7,17 @@ iterators that begin anew, from the loader's state, when there is a newer one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from keepstep.trainer.exceptions import StateMismatch, StepMisused
-from keepstep.trainer.loader_torch import kept_random
+from keepstep.trainer.loader_torch import Begin, kept_random
+
+LOADS = "_keepstep_loads"
+"""Attribute of a registered loader: how often it has been given a state."""
 
 
 def followed(name: str, item: Any) -> Any:
@@ -21,7 +25,7 @@ def followed(name: str, item: Any) -> Any:
     if isinstance(item, (list, tuple)):
         for one in item:
             followed(name, one)
-    if not isinstance(item, DataLoader) or isinstance(item, _Following):
+    if not isinstance(item, DataLoader) or hasattr(item, LOADS):
         return item
     kind = type(item)
     if not callable(getattr(item, "state_dict", None)) or not callable(getattr(item, "load_state_dict", None)):
@@ -29,50 +33,54 @@ def followed(name: str, item: Any) -> Any:
             f"register({name}=...): a {kind.__name__} does not know its place in the data, so it could not be rolled "
             f"back; use keepstep.StepLoader (the same workers and options), or torchdata's StatefulDataLoader"
         )
-    item.__class__ = type(kind.__name__, (_Following, kind), {"__module__": kind.__module__})
+    item.__class__ = _following(kind)
+    setattr(item, LOADS, 0)
+    item.worker_init_fn = begin = Begin(item.worker_init_fn)
+    begin.on_main_thread = threading.current_thread() is threading.main_thread()
     return item
 
 
-class _Following:
-    """Mixed into the class of one registered loader."""
+def _following(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    """A class for one loader, with one base: an object can change to a class of the same layout only."""
 
-    _keepstep_loads = 0
+    class Following(kind):  # type: ignore[valid-type,misc]
+        def __iter__(self) -> Iterator[Any]:
+            return _Follower(self, super().__iter__(), self._anew)
 
-    def __iter__(self) -> Iterator[Any]:
-        return _Follower(self, super().__iter__())  # type: ignore[misc]
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            setattr(self, LOADS, getattr(self, LOADS) + 1)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)  # type: ignore[misc]
-        self._keepstep_loads += 1
+        def _anew(self) -> Iterator[Any]:
+            """The loader's own iterator, from its newest state."""
+            with kept_random():  # torch draws a seed for it, which is no part of training
+                made: Iterator[Any] = super().__iter__()
+            return made
 
-    def anew(self) -> Iterator[Any]:
-        """The loader's own iterator from its newest state. Torch draws a seed for it, which is not part of training."""
-        with kept_random():
-            made: Iterator[Any] = super().__iter__()  # type: ignore[misc]
-        return made
+        def reshard_state(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+            raise StateMismatch(
+                f"data: the state of a {kind.__name__} only means something to the rank that saved it, and this job "
+                f"went on from {len(states)} ranks to {world_size}. keepstep.StepData, StepLoader, StepStream and "
+                f"StepShards can change the number of ranks; or go on with {len(states)}"
+            )
 
-    def reshard_state(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-        raise StateMismatch(
-            f"data: the state of a {type(self).__name__} only means something to the rank that saved it, and this job "
-            f"went on from {len(states)} ranks to {world_size}. keepstep.StepData, StepLoader, StepStream and "
-            f"StepShards can change the number of ranks; or go on with {len(states)}"
-        )
+    Following.__name__, Following.__qualname__, Following.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return Following
 
 
 class _Follower:
     """One iterator of a script, over whatever the loader's newest state says."""
 
-    def __init__(self, loader: _Following, inner: Iterator[Any]) -> None:
-        self._loader, self._inner = loader, inner
-        self._seen = loader._keepstep_loads
+    def __init__(self, loader: Any, inner: Iterator[Any], anew: Callable[[], Iterator[Any]]) -> None:
+        self._loader, self._inner, self._anew = loader, inner, anew
+        self._seen: int = getattr(loader, LOADS)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._seen != self._loader._keepstep_loads:
-            self._seen = self._loader._keepstep_loads
-            self._inner = self._loader.anew()
+        if self._seen != (loads := getattr(self._loader, LOADS)):
+            self._seen, self._inner = loads, self._anew()
         return next(self._inner)
 
     def __getattr__(self, name: str) -> Any:

@@ -75,7 +75,7 @@ class StepLoader(Dealt):
         }
         super().__init__(len(dataset), batch_size, **deal)
         self._ahead = _Ahead(len(dataset), batch_size, **deal)
-        self._begin = _Begin(worker_init_fn)
+        self._begin = Begin(worker_init_fn)
         self._options: dict[str, Any] = {
             "collate_fn": collate,
             "num_workers": num_workers,
@@ -174,7 +174,7 @@ _MASK_63 = (1 << 63) - 1
 _MASK_32 = (1 << 32) - 1
 
 
-class _Begin:
+class Begin:
     """First thing in each worker process: tie its life to the trainer's, then the user's own ``worker_init_fn``.
 
     A trainer that is killed takes its workers along at once. They hold copies of its sockets, and other ranks learn

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from typing import Any
 
 import msgspec
@@ -18,10 +18,14 @@ from msgspec.msgpack import Ext
 
 from keepstep.trainer.exceptions import StateNotPlain
 
-_TUPLE, _TENSOR, _ARRAY, _BIG, _SET, _COUNTER, _ORDERED, _COMPLEX, _SCALAR, _WORDS, _DTYPE = range(1, 12)
+_TUPLE, _TENSOR, _ARRAY, _BIG, _SET, _COUNTER, _ORDERED, _COMPLEX, _SCALAR, _WORDS, _DTYPE, _PAIRS, _DEQUE = range(
+    1, 14
+)
 _SMALLEST, _LARGEST = -(2**63), 2**64 - 1
 _WORDS_FROM = 32
 """Tuples of at least this many 32-bit integers are packed tightly: Python's random state is 625 of them."""
+_KINDS = "biufcSUmM"
+"""Of NumPy: numbers, text and times. Never objects, which would need pickle."""
 MAX_DEPTH = 32
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -53,7 +57,7 @@ def _lower(value: Any, path: str, depth: int) -> Any:
     if isinstance(value, OrderedDict):
         return Ext(_ORDERED, _encode(_lower_dict(value, path, depth)))
     if isinstance(value, dict):
-        return _lower_dict(value, path, depth)
+        return _lower_dict(value, path, depth) if _simple(value) else _lower_pairs(value, path, depth)
     if kind is list:
         return [_lower(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
     if isinstance(value, tuple):
@@ -61,6 +65,8 @@ def _lower(value: Any, path: str, depth: int) -> Any:
     if kind in (set, frozenset):
         items = [_lower(item, f"{path}{{}}", depth + 1) for item in sorted(value, key=repr)]
         return Ext(_SET, _encode([kind is frozenset, items]))
+    if kind is deque:
+        return Ext(_DEQUE, _encode([value.maxlen, [_lower(item, f"{path}[]", depth + 1) for item in value]]))
     if kind is complex:
         return Ext(_COMPLEX, struct.pack("<dd", value.real, value.imag))
     if kind is bytearray:
@@ -79,6 +85,20 @@ def _lower(value: Any, path: str, depth: int) -> Any:
         f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be kept without pickle. Leave it out of "
         f"state_dict() (load_state_dict() can rebuild it), or turn it into numbers, strings, lists, dicts or tensors"
     )
+
+
+def _simple(value: dict[Any, Any]) -> bool:
+    return not any(isinstance(key, (bytes, tuple)) for key in value)
+
+
+def _lower_pairs(value: dict[Any, Any], path: str, depth: int) -> Ext:
+    """A dictionary with keys that msgpack has no place for: where readers of several shards keep their places, say."""
+    pairs = []
+    for key, item in value.items():
+        if not isinstance(key, (str, int, float, bool, type(None), bytes, tuple)):
+            raise StateNotPlain(f"{path} has a key of type {type(key).__name__}; use strings or numbers")
+        pairs.append([_lower(key, f"key of {path}", depth + 1), _lower(item, f"{path}.{key!r}", depth + 1)])
+    return Ext(_PAIRS, _encode(pairs))
 
 
 def _lower_dict(value: dict[Any, Any], path: str, depth: int) -> dict[Any, Any]:
@@ -121,9 +141,9 @@ def _lower_numpy(value: Any) -> Ext | None:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
-    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in _KINDS:
         return Ext(_ARRAY, _encode([value.dtype.str, list(value.shape), value.tobytes()]))
-    if isinstance(value, numpy.generic) and value.dtype.kind in "biufc":
+    if isinstance(value, numpy.generic) and value.dtype.kind in _KINDS:
         return Ext(_SCALAR, _encode([value.dtype.str, value.tobytes()]))
     return None
 
@@ -150,6 +170,10 @@ def _raise_up(code: int, data: memoryview) -> Any:
         return Counter(inner)
     if code == _ORDERED:
         return OrderedDict(inner)
+    if code == _PAIRS:
+        return dict(map(tuple, inner))
+    if code == _DEQUE:
+        return deque(inner[1], inner[0])
     if code in (_ARRAY, _SCALAR):
         import numpy
 
