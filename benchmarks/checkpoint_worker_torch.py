@@ -39,8 +39,10 @@ from keepstep.checkpoint.source import Source
 from keepstep.checkpoint.tiers.directory import DirectoryTier
 from keepstep.model.env import KEEPER_PORT_FILE, KEEPER_SOCKET, SNAP_DIR
 from keepstep.model.ids import JobId
+from keepstep.model.settings import CheckpointPolicy
 from keepstep.ports.tier import Tier
 from keepstep.trainer.copier_torch import Copier, copy_threads, plan, runs
+from keepstep.trainer.restore_torch import Durable
 from keepstep.trainer.snapshots_torch import Snapshots
 from keepstep.trainer.state_torch import State
 
@@ -123,6 +125,7 @@ class Bench:
         self.floor = Floor(self.training.tensors(), copy_threads())
         self.ours = Ours(self.training, memory / "node")
         self.lanes = list(self._lanes())
+        self.landing = bytearray(self.training.state.expected_bytes())
 
     def _lanes(self) -> Iterator[Lane]:
         homes = {"nvrx_local_stall": self.memory}
@@ -220,7 +223,7 @@ class Bench:
         disk: Tier = DirectoryTier(self.disk / "durable", "local", create=True)
         self.timed("time_to_durable", lambda: self._durable(disk, slot))
         drop_cache(self.disk / "durable")
-        self._restore("local_disk", wanted, lambda: self._from_tier(disk, version))
+        self._restore("local_disk", wanted, lambda: self._from_disk(version))
         with contextlib.suppress(ImportError):
             from keepstep.checkpoint.tiers.remote_obstore import RemoteTier
 
@@ -242,11 +245,12 @@ class Bench:
     def _from_peer(self, version: Version, port: int) -> None:
         """A newcomer's way: fetch into this node's memory, then load."""
         node = self.memory / "newcomer"
-        (node / SNAP_DIR).mkdir(parents=True, exist_ok=True)
+        (node / SNAP_DIR).mkdir(parents=True)
         client = PeerClient(host="127.0.0.1", port=port, job=JOB, token="", epoch=1, key=KEY, stop=lambda: False)
         client.fetch(0, version, node / SNAP_DIR)
         keep = Snapshots(node / SNAP_DIR, 0, node / KEEPER_SOCKET, CheckpointConfig(job=JOB))
         keep.load(self.training.state, version, shards=True)
+        shutil.rmtree(node)
 
     @contextlib.contextmanager
     def _keeper(self) -> Iterator[int]:
@@ -267,20 +271,34 @@ class Bench:
         archive.write_part(tier, source, job=JOB, rank=0, world_size=1)
         archive.complete(tier, source.version, 1)
 
+    def _from_disk(self, version: Version) -> None:
+        """A new process's way on a node whose memory is empty: into a slot, verified, then into the live tensors."""
+        snaps = self.memory / "restarted" / SNAP_DIR
+        config = CheckpointConfig(job=JOB, policy=CheckpointPolicy(local_dir=str(self.disk / "durable")))
+        durable = Durable(config, self.training.state, snaps)
+        if version not in durable.look(0, 1):
+            raise RuntimeError(f"step {version.step} is not found in {self.disk}")
+        problem = durable.bring(version, 1, mine=True, key=KEY)
+        if problem is not None:
+            raise RuntimeError(problem)
+        keep = Snapshots(snaps, 0, snaps.parent / KEEPER_SOCKET, config)
+        keep.load(self.training.state, version, shards=True)
+        shutil.rmtree(snaps.parent)
+
     def _from_tier(self, tier: Tier, version: Version) -> None:
-        """Every byte verified on its way from the tier into the live tensors."""
+        """Every byte verified on its way from the store into memory, and from there into the live tensors."""
         reader = Reader([tier], version)
         part = reader.part(0)
-        landing = bytearray(part.payload)
+        landing = memoryview(self.landing)[: part.payload]
         blocks = [
             reshard.Block(0, at, at, min(reshard.READ, part.payload - at))
             for at in range(0, part.payload, reshard.READ)
         ]
-        reader.fill(reshard.reads(blocks), memoryview(landing))
+        reader.fill(reshard.reads(blocks), landing)
         self.training.state.put_shards(part.tensors, lambda e: tensor_at(landing, e), part.plain, copy=_copy)
 
 
-def tensor_at(memory: bytearray, entry: TensorEntry) -> Tensor:
+def tensor_at(memory: memoryview, entry: TensorEntry) -> Tensor:
     raw = torch.frombuffer(memory, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset)
     return raw.view(getattr(torch, entry.dtype)).reshape(entry.shape)
 
