@@ -4,7 +4,8 @@
 
 One process trains a real model of that much state and saves it in turns in every way there is, in an order drawn anew
 for each round; what others do beyond the call goes on untimed. ``memcpy_floor_s`` is the C library's copy of the same
-bytes into warm memory, measured right before and after each snapshot of ours: the ratio is of neighbours in time.
+bytes into warm memory, measured right before and after each snapshot and restore of ours: ratios are of neighbours in
+time.
 Peers are measured where they can be imported; what is missing is named with the way to get it.
 """
 
@@ -101,7 +102,8 @@ def report(args: argparse.Namespace, raw: dict[str, Any], keepers: dict[str, Any
     for name in RESTORES:
         took = middle.get(f"restore_{name}")
         found[f"restore_{name}_s"] = None if took is None else round(took, 4)
-        found[f"restore_{name}_share_of_memcpy"] = None if took is None else round(floor / took, 3)
+        share = middle.get(f"restore_{name}_share_of_memcpy")
+        found[f"restore_{name}_share_of_memcpy"] = None if share is None else round(share, 3)
     found["exact"] = raw["exact"]
     found["replication"] = keepers
     found["peak_extra_memory_mb"] = {name: round(size / MEGA, 1) for name, size in raw["peak_extra_bytes"].items()}

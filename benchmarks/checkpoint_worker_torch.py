@@ -235,7 +235,9 @@ class Bench:
 
     def _restore(self, name: str, wanted: list[int], work: Callable[[], None]) -> None:
         self.training.spoil()
-        self.timed(f"restore_{name}", work)
+        before = self.floor.measure()
+        took = self.timed(f"restore_{name}", work)
+        self.note(f"restore_{name}_share_of_memcpy", min(before, self.floor.measure()) / took)
         same = self.training.digest() == wanted
         self.found["exact"][name] = same and self.found["exact"].get(name, True)
 
