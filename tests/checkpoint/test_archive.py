@@ -281,6 +281,7 @@ def test_a_basis_found_after_a_restart_is_not_trusted_with_a_chain(tmp_path: Pat
     """How long the chain of a difference is that somebody else wrote is not known; the next one is full."""
     tier, basis = MemoryTier(), Basis()
     put(tier, tmp_path / "rank0.0", Version(100, 1), hold=basis)
+    archive.complete(tier, Version(100, 1), 1)
     put(tier, tmp_path / "rank0.0", Version(200, 1), basis=basis)
     fresh = Basis()
     part, _ = put(tier, tmp_path / "rank0.0", Version(200, 1), hold=fresh)

@@ -345,10 +345,38 @@ def test_never_later_and_larger(payload: int, ratio: float, rate: float, tier: f
     took = max(payload / rate, ratio * payload / tier)
     if verdict.worth:
         assert ratio < 1
-        assert took <= payload / tier or took <= interval
+        assert took <= max(payload / tier, delta.NEGLIGIBLE_S) or took <= interval
     slower = delta.worth_it(payload=payload, measured=Measured(ratio, rate), tier_rate=tier / 10, interval_s=interval)
     if verdict.worth and interval == 0:
         assert slower.worth  # a slower tier is all the more reason
+
+
+def test_the_next_generation_follows_from_the_last_ones() -> None:
+    """A difference that did not pay is followed by full ones for a while, and then tried again."""
+    choice = delta.Choice()
+    assert choice.verdict.worth
+    choice.wrote(full=True, payload=10**9, size=10**9, took_s=1.0, at_s=0.0)
+    choice.wrote(full=False, payload=10**9, size=6 * 10**8, took_s=2.0, at_s=60.0)
+    assert choice.verdict.worth  # slower, but the next one is due in a minute only
+    assert "due in 60 s" in choice.verdict.reason
+    choice.wrote(full=False, payload=10**9, size=6 * 10**8, took_s=2.0, at_s=61.5)
+    assert not choice.verdict.worth
+    for number in range(delta.RESTS):
+        assert not choice.verdict.worth
+        choice.wrote(full=True, payload=10**9, size=10**9, took_s=1.0, at_s=63.0 + 1.5 * number)
+    assert choice.verdict.worth
+    choice.wrote(full=False, payload=10**9, size=95 * 10**7, took_s=0.1, at_s=100.0)
+    assert not choice.verdict.worth
+    assert "more than 90%" in choice.verdict.reason
+
+
+def test_an_empty_or_unmeasured_generation_says_nothing() -> None:
+    """Found there after a restart, or without a byte of payload: the choice stays as it was."""
+    choice = delta.Choice()
+    choice.wrote(full=False, payload=0, size=0, took_s=0.0, at_s=0.0)
+    choice.wrote(full=True, payload=100, size=100, took_s=0.0, at_s=1.0)
+    choice.wrote(full=False, payload=100, size=50, took_s=0.0, at_s=2.0)
+    assert choice.verdict.worth
 
 
 def test_measuring_comes_near_the_truth() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from keepstep.checkpoint import sums
+from keepstep.checkpoint import delta, sums
 from keepstep.checkpoint.exceptions import SlotDamaged
 from keepstep.checkpoint.generation import Part
 from keepstep.checkpoint.slot import TensorEntry, Version
 from keepstep.checkpoint.source import Source
-
-WORTH = 0.9
-"""A difference that took a larger share of the payload was not worth its chain: the next generation is full."""
 
 
 class Basis:
@@ -18,6 +15,7 @@ class Basis:
     Attributes:
         version: what it holds; meaningless while ``usable`` is false.
         chain: differences in a row up to and with this version.
+        choice: whether differences have been paying.
     """
 
     def __init__(self) -> None:
@@ -26,20 +24,24 @@ class Basis:
         self.chain = 0
         self.usable = False
         self._tensors: tuple[TensorEntry, ...] = ()
-        self._worth = True
+        self.choice = delta.Choice()
 
     def serves(self, source: Source, full_every: int) -> bool:
         """Whether a difference to this may be written: same layout, later step, and the chain is not too long."""
         return (
             self.usable
-            and self._worth
+            and self.choice.verdict.worth
             and self.chain + 1 < full_every
             and self.version < source.version
             and self._tensors == source.tensors
         )
 
-    def take(self, source: Source, part: Part) -> None:
+    def take(self, source: Source, part: Part, *, took_s: float = 0.0, at_s: float = 0.0) -> None:
         """Hold what ``part`` was made of.
+
+        Args:
+            took_s: seconds that writing it took; 0 where it was there already.
+            at_s: time of a clock that does not jump.
 
         Raises:
             SlotDamaged: the source no longer matches the part; this then holds nothing.
@@ -61,7 +63,8 @@ class Basis:
                 raise SlotDamaged(f"rank {part.rank} step {part.version.step}: the state changed after it was written")
         self.version, self._tensors = part.version, part.tensors
         self.chain = 0 if part.kind == "full" else self.chain + 1
-        self._worth = part.kind == "full" or part.size <= WORTH * max(1, part.payload)
+        full = part.kind == "full"
+        self.choice.wrote(full=full, payload=part.payload, size=part.size, took_s=took_s, at_s=at_s)
         self.usable = True
 
     def drop(self) -> None:

@@ -32,6 +32,10 @@ MAX_FRAME = 16 * 1024 * 1024
 """Largest frame that is read: what a damaged or foreign description can make a reader allocate."""
 MAX_RATIO = 0.9
 """A difference that takes a larger share of the full size is not written: it would save little and lengthen a chain."""
+NEGLIGIBLE_S = 1.0
+"""A difference that takes no longer is not refused for its time."""
+RESTS = 10
+"""Full generations after a difference that did not pay, before one is tried again."""
 WIDTHS = (1, 2, 4, 8)
 SAME, RAW = "same", "raw"
 _CODEC = re.compile(r"^(?:(planes|xor|sub)([1248])\+)?zstd$")
@@ -151,8 +155,8 @@ def _name(frame: Frame) -> str:
 def worth_it(*, payload: int, measured: Measured, tier_rate: float, interval_s: float = 0.0) -> Verdict:
     """Whether a difference pays against a full write of the same payload.
 
-    It has to be smaller, and it has to be durable no later than a full one would be, or at least before the next
-    generation is due. Encoding and writing overlap, so the slower of the two counts.
+    It has to be smaller, and it has to be durable no later than a full one would be, or at least soon, or before the
+    next generation is due. Encoding and writing overlap, so the slower of the two counts.
 
     Args:
         payload: bytes of the payload.
@@ -170,11 +174,53 @@ def worth_it(*, payload: int, measured: Measured, tier_rate: float, interval_s: 
         return Verdict(True, f"difference: {share}; the tier's rate is not known yet")
     full_s, delta_s = payload / tier_rate, max(encode_s, payload * measured.ratio / tier_rate)
     times = f"{delta_s:.2f} s against {full_s:.2f} s for a full one"
-    if delta_s <= full_s:
+    if delta_s <= max(full_s, NEGLIGIBLE_S):
         return Verdict(True, f"difference: {share}, {times}")
     if interval_s > 0 and delta_s <= interval_s:
         return Verdict(True, f"difference: {share}, {times}, and the next is due in {interval_s:.0f} s")
     return Verdict(False, f"full: encoding at {measured.rate / 1e6:,.0f} MB/s is slower than the tier: {times}")
+
+
+class Choice:
+    """Whether the next generation should be a difference, from what the last ones took. Pure; told the time.
+
+    Attributes:
+        verdict: the answer, with its reason.
+    """
+
+    def __init__(self) -> None:
+        self.verdict = Verdict(True, "difference: none has been measured yet")
+        self._full_rate = self._interval_s = 0.0
+        self._last_s: float | None = None
+        self._resting = 0
+
+    def wrote(self, *, full: bool, payload: int, size: int, took_s: float, at_s: float) -> None:
+        """Take note of a generation.
+
+        Args:
+            size: bytes that were stored.
+            took_s: seconds until it was durable; 0 where that was not measured.
+            at_s: time of a clock that does not jump.
+        """
+        if self._last_s is not None:
+            self._interval_s = at_s - self._last_s
+        self._last_s = at_s
+        if full:
+            if took_s > 0:
+                self._full_rate = payload / took_s
+            if self._resting:
+                self._resting -= 1
+                if not self._resting:
+                    self.verdict = Verdict(True, "difference: tried again")
+            return
+        if not payload:
+            return
+        measured = Measured(size / payload, payload / took_s if took_s > 0 else float("inf"))
+        self.verdict = worth_it(
+            payload=payload, measured=measured, tier_rate=self._full_rate, interval_s=self._interval_s
+        )
+        if not self.verdict.worth:
+            self._resting = RESTS
 
 
 # ---------------------------------------------------------------- doing

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from keepstep.checkpoint import archive
+from keepstep.checkpoint import archive, catalog
 from keepstep.checkpoint.basis import Basis
 from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.exceptions import CheckpointError, PayloadDamaged, SlotDamaged, SlotInvalid
@@ -22,6 +22,7 @@ from keepstep.checkpoint.notes import Note
 from keepstep.checkpoint.slot import Slot, Version
 from keepstep.checkpoint.source import Source
 from keepstep.checkpoint.target import Target
+from keepstep.checkpoint.todo import Todo
 
 SEAL_WAIT_S = 2.0
 """How long the keeper may take for the checksums before the archiver computes them itself."""
@@ -42,8 +43,10 @@ class Written(Struct, frozen=True, kw_only=True):
 class Scribe:
     """Writes parts; remembers per rank what the next difference may rest on."""
 
-    def __init__(self, tell: Callable[[Note], None], *, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._tell, self._sleep = tell, sleep
+    def __init__(
+        self, tell: Callable[[Note], None], todo: Todo, *, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._tell, self._todo, self._sleep = tell, todo, sleep
         self._bases: dict[int, Basis] = {}
 
     def write(self, path: Path, rank: int, config: CheckpointConfig, targets: Sequence[Target]) -> Written | None:
@@ -87,18 +90,39 @@ class Scribe:
         part: Part | None = None
         for target in targets:
             if first is None or part is None:
+                began, began_ns = time.monotonic(), time.time_ns()
                 part = self._first(target, source, rank, world_size, config, basis if rests else None)
                 if part is None:
                     continue
                 first = target
-                self._hold(basis, source, part, full_every)
+                took_s = time.monotonic() - began if part.written_ns >= began_ns else 0.0  # else it was there already
+                self._hold(basis, source, part, full_every, took_s)
                 if slot.serial == serial:
                     slot.unpin()
             elif not self._copy(first, target, part):
                 continue
             written.parts[target.label] = part
             target.last[rank] = part.version
+        self._todo.done(source.version, rank)
         return written
+
+    def catch_up(self, targets: Sequence[Target]) -> list[Written]:
+        """Make the copies that a former archiver owed when it was killed: their pins are lifted already."""
+        found = []
+        for version, rank in self._todo.owed:
+            holders = []
+            for target in targets:
+                try:
+                    holders.append((target, catalog.part(target.open(), version, rank)))
+                except CheckpointError:
+                    continue
+            if holders:
+                first, part = holders[0]
+                parts = {target.label: part for target, part in holders}
+                parts |= {t.label: part for t in targets if t.label not in parts and self._copy(first, t, part)}
+                found.append(Written(rank=rank, version=version, world_size=part.world_size, parts=parts))
+            self._todo.done(version, rank)
+        return found
 
     def _first(
         self,
@@ -150,13 +174,13 @@ class Scribe:
             return part
         return None
 
-    def _hold(self, basis: Basis, source: Source, part: Part, full_every: int) -> None:
+    def _hold(self, basis: Basis, source: Source, part: Part, full_every: int, took_s: float) -> None:
         """Keep the payload for the next difference while the slot still has it."""
         if full_every <= 1:
             basis.drop()
             return
         try:
-            basis.take(source, part)
+            basis.take(source, part, took_s=took_s, at_s=time.monotonic())
         except (SlotInvalid, MemoryError):
             basis.drop()  # the next one is full
 
