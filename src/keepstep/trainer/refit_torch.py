@@ -9,7 +9,6 @@ object itself. What fits nowhere is refused by name, before anything has been ch
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import msgspec
@@ -20,13 +19,14 @@ from torch.distributed.tensor import DTensor
 from keepstep.checkpoint.generation import Part
 from keepstep.checkpoint.reshard import Block, Piece, plan
 from keepstep.checkpoint.slot import TensorEntry, lay_out
+from keepstep.checkpoint.whole import is_own, key_of, owners_in, owners_of
+from keepstep.checkpoint.whole import pieces as held_pieces
 from keepstep.trainer import pieces_torch as pieces
 from keepstep.trainer.exceptions import StateMismatch
 from keepstep.trainer.plain_torch import decode_plain, encode_plain
 from keepstep.trainer.random_torch import derive_states
 from keepstep.trainer.state_torch import Live, State
 
-Owners = Mapping[str, Sequence[Sequence[str]]]
 MAX_NAMED = 4
 """Tensors that an error names."""
 
@@ -114,45 +114,29 @@ class _Refit:
     # ---------------------------------------------------------------- names
 
     def _key(self, name: str) -> str:
-        """A name that means the same on every rank and in every run: optimizer state is called by its parameter."""
-        if name[0] != "o":
-            return name
-        _, optimizer, group, index, key = name.split("/", 4)
-        owner = self._called.get((optimizer, f"{group}/{index}"))
-        return f"o/{optimizer}/{owner or f'#{group}/{index}'}/{key}"
+        return key_of(name, self._called)
 
     def _held(self) -> dict[str, list[Piece]]:
-        """All parts' tensors, by the names of ``_key``."""
+        """All parts' tensors, by the names of ``whole.key_of``."""
         found: dict[str, list[Piece]] = {}
-        mine = _paths(self._state.owners())
         for part in self._parts.values():
-            owners = _paths(owners_of(part))
-            for entry in part.tensors:
-                if self._own(entry, part) and (not self._moved or entry.name[0] == "b") and part.rank != self._near:
+            for entry, piece in held_pieces(part):
+                if is_own(entry, part) and (not self._moved or entry.name[0] == "b") and part.rank != self._near:
                     continue
-                key = entry.name
-                if key[0] == "o":
-                    _, optimizer, group, index, what = key.split("/", 4)
-                    owner = owners.get((optimizer, f"{group}/{index}"))
-                    key = f"o/{optimizer}/{owner or f'#{group}/{index}'}/{what}"
-                if key[0] != "b":
-                    self._devices[key if key[0] == "o" else ""] = entry.device
-                whole = entry.global_shape or entry.shape
-                corner = entry.corner or (0,) * len(whole)
-                volume = prod(entry.shape)
-                item = entry.nbytes // volume if volume else _dtype(entry.dtype).itemsize
-                found.setdefault(key, []).append(
-                    Piece(key, entry.dtype, whole, corner, entry.shape, entry.offset, item, part.rank)
-                )
-        known = any(_paths(owners_of(part)) for part in self._parts.values())
-        self._called = dict(mine) if known else {}
+                if entry.name[0] != "b":
+                    self._devices[piece.name if entry.name[0] == "o" else ""] = entry.device
+                found.setdefault(piece.name, []).append(piece)
+        known = any(owners_of(part) for part in self._parts.values())
+        self._called = owners_in(self._state.owners()) if known else {}
+        self._accept_other_kind(found)
         return found
 
-    def _own(self, entry: TensorEntry, part: Part) -> bool:
-        """Whether this tensor is its rank's own affair: neither a piece of a larger one nor the same on all ranks."""
-        if entry.name[0] == "b":
-            return not entry.global_shape
-        return not entry.global_shape and not part.replicated and part.world_size > 1
+    def _accept_other_kind(self, held: dict[str, list[Piece]]) -> None:
+        """Foreign formats do not tell buffers from parameters; here the model does."""
+        for live in (*self._state.shards(), *self._state.buffers()):
+            other = {"p": "b", "b": "p"}.get(live.name[0], "") + live.name[1:]
+            if live.name not in held and other in held:
+                held[live.name] = [msgspec.structs.replace(piece, name=live.name) for piece in held.pop(other)]
 
     # ---------------------------------------------------------------- what is wanted
 
@@ -267,7 +251,7 @@ class _Refit:
 
     def _values(self) -> dict[str, dict[str, Any]]:
         """Plain values that optimizers keep per parameter, from the saved places to those of this process."""
-        saved = _paths(msgspec.msgpack.decode(self._plain.get("owners") or b"\x80"))
+        saved = owners_in(self._plain.get("owners", b""))
         found: dict[str, dict[str, Any]] = {}
         for name, places in self._plain["values"].items():
             by_owner = {saved.get((name, path)) or f"#{path}": value for path, value in places.items()}
@@ -303,27 +287,6 @@ class _Refit:
             else:
                 found[name] = near
         return found
-
-
-def owners_of(part: Part) -> Owners:
-    """Which parameter each optimizer's group and index was, as the part says; empty where it does not."""
-    raw = decode_plain(part.plain).get("owners") if part.plain else None
-    owners: Owners = msgspec.msgpack.decode(raw) if raw else {}
-    return owners
-
-
-def _paths(owners: bytes | Owners) -> dict[tuple[str, str], str]:
-    """``{(optimizer, "group/index"): parameter}``; parameters of no registered module are left out."""
-    if isinstance(owners, bytes):
-        owners = msgspec.msgpack.decode(owners) if owners else {}
-    assert not isinstance(owners, bytes)
-    return {
-        (name, f"{g}/{i}"): owner
-        for name, groups in owners.items()
-        for g, group in enumerate(groups)
-        for i, owner in enumerate(group)
-        if owner
-    }
 
 
 def _per_rank(item: Any) -> bool:
