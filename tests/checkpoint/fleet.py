@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 import socket
@@ -81,7 +82,8 @@ class Fleet:
     def announce(self, roster: Roster) -> None:
         for node in self.nodes:
             (self.root / node / "roster").write_bytes(msgspec.msgpack.encode(roster))
-            self.ring(node, b"roster")
+            with contextlib.suppress(ConnectionRefusedError):  # one that is down reads the file when it starts
+                self.ring(node, b"roster")
 
     def ring(self, node: str, words: bytes) -> None:
         path = self.root / node / KEEPER_SOCKET

@@ -85,7 +85,7 @@ def asks(fleet: Fleet) -> str:
 
 
 def test_a_new_buddy_gets_everything_again(fleet: Fleet) -> None:
-    """When the ring changes, the acknowledgement is taken back until the new buddy has the version."""
+    """When the ring changes, the acknowledgement is taken back until the new buddy has the version: it is down yet."""
     fleet.nodes = ("a", "b", "c")
     (fleet.root / "c" / SNAP_DIR).mkdir(parents=True)
     fleet.start("c")
@@ -94,8 +94,14 @@ def test_a_new_buddy_gets_everything_again(fleet: Fleet) -> None:
     fill(both.slots[0], Version(1, 1), 1, 1000)
     fleet.ring("a", b"0 1")
     until(lambda: fleet.client("b").have(0) == (Version(1, 1),), "b to have it")
+    until(lambda: both.slots[0].acked == 1, "the first acknowledgement")
     fleet.nodes = ("a", "c")
-    fleet.announce(fleet.roster(epoch=2))
+    newer = fleet.roster(epoch=2)
+    fleet.kill("c")
+    fleet.announce(newer)
+    until(lambda: both.slots[0].acked == -1, "the acknowledgement to be taken back")
+    fleet.start("c")
+    until(lambda: reachable(fleet.port("c")), "c to be back")
     until(lambda: fleet.client("c", epoch=2, key="e2/controller").have(0) == (Version(1, 1),), "c to have it")
     until(lambda: both.slots[0].acked == 1, "the new acknowledgement")
     fleet.nodes = ("a", "b", "c")

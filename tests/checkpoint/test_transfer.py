@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.checkpoint import pair, sums
-from keepstep.checkpoint.arrival import Arrival, Passport, Shelf, chunk_count
+from keepstep.checkpoint.arrival import Arrival, Passport, Shelf, chunk_count, pack_table
 from keepstep.checkpoint.exceptions import (
     CheckpointError,
     PeerRefused,
@@ -205,9 +205,11 @@ def test_what_is_there_already_is_not_sent(tmp_path: Path) -> None:
     def receiving(line: Line) -> Path:
         return receive(line, shelf, Version(5, 1))
 
-    carried = [exchange(sending, receiving)[2].carried for _ in range(2)]
-    assert carried == [slot.used - HEADER, 0]
+    first = exchange(sending, receiving)[2].carried
     replica = Slot(pair.look(tmp_path / "replica", 0)[0][1])
+    serial = replica.serial
+    assert [first, exchange(sending, receiving)[2].carried] == [slot.used - HEADER, 0]
+    assert replica.serial == serial, "a complete replica stopped counting while it was asked about"
     replica.invalidate()
     assert exchange(sending, receiving)[2].carried == slot.used - HEADER
     assert len(wanted) == 2
@@ -283,6 +285,23 @@ def test_nonsense_is_refused_before_memory_is_taken(tmp_path: Path, words: bytes
 
     _, outcome, _ = exchange(sending, lambda line: receive(line, Shelf(tmp_path / "replica", 0), Version(5, 1)))
     assert isinstance(outcome, CheckpointError)
+    assert not (tmp_path / "replica").exists()
+
+
+def test_damaged_checksums_are_the_wires_fault(tmp_path: Path) -> None:
+    """A bit flipped in the table itself breaks this try off before any byte is compared with it; the next may do."""
+    good = passport_of(source(tmp_path / "rank0.9"), Version(5, 1))
+    papers = bytearray(good.header + pack_table(good.table))
+    offer = Offer(version=Version(5, 1), size=good.size, digest=sums.digest(papers))
+    papers[-1] ^= 1
+
+    def sending(line: Flaky) -> None:
+        line.say(offer)
+        line.send(papers)
+
+    _, outcome, _ = exchange(sending, lambda line: receive(line, Shelf(tmp_path / "replica", 0), Version(5, 1)))
+    assert isinstance(outcome, PeerUnreachable)
+    assert "checksums" in str(outcome)
     assert not (tmp_path / "replica").exists()
 
 
