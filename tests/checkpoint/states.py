@@ -36,8 +36,14 @@ def write_slot(
     seal: bool = True,
     pin: bool = True,
     key: str = KEY,
+    steady: bool = False,
 ) -> dict[str, bytes]:
-    """Fill a slot with bytes that follow from version, rank and name. ``others``: tensors that other ranks write."""
+    """Fill a slot with bytes that follow from version, rank and name.
+
+    Args:
+        others: names of tensors that other ranks write.
+        steady: only the first bytes of each tensor differ from step to step.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     slot = Slot(path, create=True)
     slot.begin()
@@ -46,6 +52,8 @@ def write_slot(
     found, entries = {}, []
     for number, ((name, dtype, shape, nbytes), offset) in enumerate(zip(specs, offsets, strict=True)):
         data = bytes_of(version.step * 1000 + rank * 100 + number + salt * 7919, nbytes)
+        if steady:
+            data = data[:64] + bytes_of(rank * 100 + number, max(0, nbytes - 64))
         slot.memory[offset : offset + nbytes] = data
         entries.append(TensorEntry(name, dtype, shape, offset, nbytes, primary=name not in others))
         if name not in others:

@@ -34,6 +34,7 @@ from keepstep.checkpoint.notes import Teller
 from keepstep.checkpoint.scribe import Scribe, Written
 from keepstep.checkpoint.slot import Slot, Version
 from keepstep.checkpoint.target import Seen, Target, targets
+from keepstep.checkpoint.todo import Todo
 from keepstep.model.env import ARCHIVER_FINISH, ARCHIVER_SOCKET, SNAP_DIR
 
 LOOK_S = 1.0
@@ -56,7 +57,7 @@ class Archiver:
         self._dir, self._snap, self._linger_s = node_dir, node_dir / SNAP_DIR, linger_s
         self._teller = Teller(node_dir)
         self._seen = Seen(node_dir)
-        self._scribe = Scribe(self._teller.tell)
+        self._scribe = Scribe(self._teller.tell, Todo(node_dir))
         self._finisher = Finisher(self._teller.tell, say)
         self._targets: list[Target] = []
         self._config = CheckpointConfig(job=settings.read(node_dir).job)
@@ -70,6 +71,9 @@ class Archiver:
         signal.signal(signal.SIGTERM, self._on_signal)
         bell = self._bell()
         try:
+            self._read_config()
+            for one in self._scribe.catch_up(self._targets):
+                self._after(one.version, [one], 0.0)
             while self._dir.is_dir():
                 self._read_config()
                 busy = self._round()

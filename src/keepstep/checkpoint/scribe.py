@@ -97,6 +97,8 @@ class Scribe:
                 first = target
                 took_s = time.monotonic() - began if part.written_ns >= began_ns else 0.0  # else it was there already
                 self._hold(basis, source, part, full_every, took_s)
+                if target is not targets[-1]:
+                    self._todo.add(part.version, rank)
                 if slot.serial == serial:
                     slot.unpin()
             elif not self._copy(first, target, part):
@@ -118,7 +120,7 @@ class Scribe:
                     continue
             if holders:
                 first, part = holders[0]
-                parts = {target.label: part for target, part in holders}
+                parts: dict[str, Part] = {target.label: held for target, held in holders}
                 parts |= {t.label: part for t in targets if t.label not in parts and self._copy(first, t, part)}
                 found.append(Written(rank=rank, version=version, world_size=part.world_size, parts=parts))
             self._todo.done(version, rank)
