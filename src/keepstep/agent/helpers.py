@@ -78,10 +78,7 @@ class Helpers:
         if slot is None or not slot.alive():
             return
         self._finishing = True
-        path = self._node.dir / names.ARCHIVER_SOCKET
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
-            sock.setblocking(False)
-            sock.sendto(names.ARCHIVER_FINISH, str(path))
+        telling = asyncio.get_running_loop().create_task(self._tell_archiver())
         say = asyncio.get_running_loop().call_later(
             FINISH_SAY_S, self._node.say, f"the last checkpoint is being written; waiting for it up to {limit_s:g} s"
         )
@@ -94,6 +91,18 @@ class Helpers:
             )
         finally:
             say.cancel()
+            telling.cancel()
+
+    async def _tell_archiver(self) -> None:
+        """Until it has heard: it may still be starting, or have its queue full of bells."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.setblocking(False)
+            while True:
+                try:
+                    sock.sendto(names.ARCHIVER_FINISH, str(self._node.dir / names.ARCHIVER_SOCKET))
+                    return
+                except OSError:
+                    await asyncio.sleep(CONNECT_RETRY_S)
 
     def hurry(self) -> None:
         """Whoever insists that the node leaves does not want to wait for a checkpoint."""

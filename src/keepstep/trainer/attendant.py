@@ -264,15 +264,25 @@ class Attendant:
         if archiver is None:
             return True
         archiver.stopping = True
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
-            sock.setblocking(False)
-            sock.sendto(env.ARCHIVER_FINISH, str(self._dir / env.ARCHIVER_SOCKET))
+        telling = asyncio.get_running_loop().create_task(self._tell_archiver(archiver))
         try:
             await asyncio.wait_for(archiver.gone.wait(), FINISH_S)
         except TimeoutError:
+            telling.cancel()
             await archiver.end()
             return False
         return True
+
+    async def _tell_archiver(self, archiver: Helper) -> None:
+        """Until it has heard: it may still be starting, or have its queue full of bells."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.setblocking(False)
+            while not archiver.gone.is_set():
+                try:
+                    sock.sendto(env.ARCHIVER_FINISH, str(self._dir / env.ARCHIVER_SOCKET))
+                    return
+                except OSError:
+                    await asyncio.sleep(_POLL_S)
 
     # ------------------------------------------------------------ ranks
 

@@ -135,7 +135,7 @@ class Level1Loop:
                 ring=part.has_buddy,
                 world_size=part.who.world_size,
                 overlap=pacing.overlap and not first,
-                pin=pacing.durable(version.step) and not first,
+                pin=pacing.durable(version.step) and not first and version.step < self._total,  # the last: at the end
             )
         pacing.saved(full=full)
 
