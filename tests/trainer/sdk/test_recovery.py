@@ -7,6 +7,9 @@ import signal
 
 import pytest
 
+from keepstep.checkpoint.config import CheckpointConfig, write
+from keepstep.model.ids import JobId
+from keepstep.model.settings import CheckpointPolicy
 from keepstep.model.wire import WorkerAdvanced, WorkerDone, WorkerJoined, WorkerResumed
 from tests.trainer.sdk.fake_agent import FakeAgent
 
@@ -55,3 +58,23 @@ def test_losses_after_a_replacement_are_bitwise_equal(kind: str, world: int, at:
         assert all({"abort", "reset", "swap", "agree", "restore"} <= set(f.phases) for _, f in resumed)
         if step < TOTAL - 1:
             assert {rank for rank, _ in agent.frames(WorkerAdvanced, roster.epoch)} == set(range(world))
+
+
+def test_ranks_choose_one_interval_and_a_recovery_begins_anew() -> None:
+    """With a tiny budget both ranks agree after ten steps on snapshots every many steps and say so once; a rank that
+    is killed afterwards is replaced, and no loss differs in any bit."""
+    total, policy = 14, CheckpointPolicy(overhead=1e-4)
+    plain = {}
+    for kill in ("", "1:11:fwd"):
+        with FakeAgent(2, KIND="ddp", TOTAL=str(total), DIE=kill) as agent:
+            write(agent.node_dir, CheckpointConfig(job=JobId("j"), policy=policy))
+            agent.start(standbys=1)
+            if kill:
+                assert agent.wait_exit(1) == -signal.SIGKILL
+                agent.replace(1)
+            for rank in range(2):
+                assert agent.wait_exit(rank) == 0, agent.errors()
+            plain[kill] = agent.losses()
+            words = (agent.root / f"{agent.slots[0]}.err").read_text()
+            assert words.count("instead of 1: here a snapshot costs") == 1
+    assert plain[""] == plain["1:11:fwd"]
