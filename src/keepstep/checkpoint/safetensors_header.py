@@ -13,7 +13,7 @@ import msgspec
 from keepstep.checkpoint.generation import Part
 from keepstep.checkpoint.slot import TensorEntry
 
-_DTYPES = {
+DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -39,7 +39,7 @@ def header(part: Part) -> bytes:
     """The head of the payload's file of a part."""
     fields: dict[str, object] = {RESERVED: _metadata(part)}
     for entry in part.tensors:
-        dtype = _DTYPES.get(entry.dtype)
+        dtype = DTYPES.get(entry.dtype)
         shape = list(entry.shape) if dtype else [entry.nbytes]
         end = entry.offset + entry.nbytes
         fields[_name(entry)] = {"dtype": dtype or "U8", "shape": shape, "data_offsets": [entry.offset, end]}
@@ -68,7 +68,7 @@ def _metadata(part: Part) -> dict[str, str]:
     }
     if pieces:
         found["global_shapes"] = msgspec.json.encode(pieces).decode()
-    strange = {entry.name: [entry.dtype, list(entry.shape)] for entry in part.tensors if entry.dtype not in _DTYPES}
+    strange = {entry.name: [entry.dtype, list(entry.shape)] for entry in part.tensors if entry.dtype not in DTYPES}
     if strange:
         found["stored_as_bytes"] = msgspec.json.encode(strange).decode()
     return found

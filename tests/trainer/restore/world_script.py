@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from keepstep.checkpoint import archive, pair
 from keepstep.checkpoint.config import CheckpointConfig
-from keepstep.checkpoint.scribe import Scribe
 from keepstep.checkpoint.slot import Slot, Version
-from keepstep.checkpoint.target import Seen, targets
+from keepstep.checkpoint.source import Source
 from keepstep.checkpoint.tiers.open import open_tier
 from keepstep.model import env
 from keepstep.model.ids import Epoch, JobId, NodeId, Rank, SlotId
@@ -153,18 +152,18 @@ def main() -> None:
     snapshots = Snapshots(node_dir / env.SNAP_DIR, RANK, node_dir / env.KEEPER_SOCKET, config)
     out: dict[str, Any] = {}
     if os.environ["DO"] == "save":
-        aims = targets(config, Seen(node_dir), print)
+        places = [(local, "local"), (policy.dir, "remote")]
+        tiers = [open_tier(where, label, create=True) for where, label in places if where]
         for step in range(1, int(os.environ.get("STEPS", "3")) + 1):
             train(model, optimizer, data, state)
             version = Version(step, 1)
-            snapshots.save(state, version, key="k", full=True, ring=False, world_size=WORLD, pin=True)
+            snapshots.save(state, version, key="k", full=True, ring=False, world_size=WORLD)
             (path,) = (p for v, p in pair.look(node_dir / env.SNAP_DIR, RANK) if v == version)
             slot = Slot(path)
-            slot.seal()  # as the keeper does
+            slot.seal()  # as the keeper does, then as the archiver does
+            for tier in tiers:
+                archive.write_part(tier, Source.of_slot(slot), job="j", rank=RANK, world_size=WORLD)
             slot.close()
-            written = Scribe(lambda note: None).write(path, RANK, config, aims)
-            assert written is not None
-            assert len(written.parts) == len(aims), "a tier could not be written"
             dist.barrier()
             if RANK == 0 and policy.dir:
                 archive.complete(open_tier(policy.dir), version, WORLD)
