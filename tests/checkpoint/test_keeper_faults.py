@@ -14,6 +14,7 @@ import pytest
 from keepstep.checkpoint import config, pair
 from keepstep.checkpoint.exceptions import PeerRefused
 from keepstep.checkpoint.keeper import ALREADY_KEPT
+from keepstep.checkpoint.keeper_hold import HOLD_DIR
 from keepstep.checkpoint.keeper_send import Gap
 from keepstep.checkpoint.keeper_serve import MAX_CONNECTIONS
 from keepstep.checkpoint.keeper_take import Inbox
@@ -107,6 +108,38 @@ def test_a_version_overwritten_in_mid_transfer_gives_way_to_the_newest(fleet: Fl
     until(lambda: newest.acked == 4, "step 4 to be acknowledged")
     for version, path in pair.look(fleet.root / "b" / REPLICA_DIR, 0):
         assert content(path) == bytes([version.step]) * SIZE
+
+
+def test_a_link_slower_than_the_trainer_still_brings_versions_over(fleet: Fleet) -> None:
+    """Each step is overwritten long before the buddy could have it: the keeper sends a copy, so that some step of the
+    recent past is always there, and gives the copy's memory back when the trainer no longer outruns it."""
+    budget(fleet, "a", 4 * CHUNK)  # three chunks: most of a second
+    fleet.announce(fleet.roster())
+    home, both = fleet.root / "a", pair.Pair(fleet.root / "a" / SNAP_DIR, 0)
+    enough, step = threading.Event(), 0
+
+    def train() -> None:
+        nonlocal step
+        while not enough.wait(0.02):
+            step += 1
+            fill(both.slots[both.target(step)], Version(step, 1), step % 251, SIZE)
+            fleet.ring("a", f"0 {step}".encode())
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    try:
+        until(lambda: len(pair.look(fleet.root / "b" / REPLICA_DIR, 0)) == 2, "two versions to come over")
+        assert (home / HOLD_DIR / "rank0").exists()
+    finally:
+        enough.set()
+        trainer.join()
+    budget(fleet, "a", 0)
+    last = both.find(Version(step, 1))
+    assert last is not None
+    until(lambda: last.acked == step, "the last step to be acknowledged")
+    until(lambda: not (home / HOLD_DIR / "rank0").exists(), "the copy to be removed")
+    for version, path in pair.look(fleet.root / "b" / REPLICA_DIR, 0):
+        assert content(path) == bytes([version.step % 251]) * SIZE
 
 
 def test_every_version_is_sealed_also_without_a_buddy(fleet: Fleet) -> None:

@@ -27,6 +27,7 @@ import msgspec
 from keepstep.checkpoint import config, pair
 from keepstep.checkpoint.exceptions import CheckpointError
 from keepstep.checkpoint.files import read_int, write_atomic
+from keepstep.checkpoint.keeper_seal import Sealer
 from keepstep.checkpoint.keeper_send import CONFIRM_S, Pusher, Target
 from keepstep.checkpoint.keeper_serve import MAX_CONNECTIONS, Desk
 from keepstep.checkpoint.keeper_take import Inbox
@@ -77,6 +78,7 @@ class Keeper:
         self._rosters: deque[Roster] = deque(maxlen=REMEMBERED_ROSTERS)
         self._target = _direct(buddy, job, token)
         self._pushers: dict[int, Pusher] = {}
+        self._sealers: dict[int, Sealer] = {}
         self._said: set[str] = set()
         self._wanted_at = time.monotonic()
         self._pace, self._policy_mark = Pace(), (0, 0)
@@ -119,6 +121,8 @@ class Keeper:
             self._scrubber.stop()
             for pusher in self._pushers.values():
                 pusher.stop()
+            for sealer in self._sealers.values():
+                sealer.stop()
 
     # ---------------------------------------------------------------- news from trainers and the agent
 
@@ -237,7 +241,13 @@ class Keeper:
                 confirm_s=self._confirm_s,
             )
             pusher.start()
-        pusher.ring(confirm=confirm)
+        if confirm:
+            pusher.ring(confirm=True)
+        sealer = self._sealers.get(rank)
+        if sealer is None or not sealer.is_alive():
+            sealer = self._sealers[rank] = Sealer(self._snap, rank, lambda: self._pushers[rank].ring())
+            sealer.start()
+        sealer.ring()
 
     def _fence(self, request: Request) -> str:
         """Why a request must not be served, in a sentence; empty where it may."""

@@ -1,4 +1,4 @@
-"""The sending half of the keeper: one thread per local rank seals its newest version and brings it to the buddy.
+"""The sending half of the keeper: one thread per local rank brings its newest sealed version to the buddy.
 
 Older versions are skipped: a buddy that lags catches up with the newest. The acknowledgement stands in the trainer's
 own file, and means: this very version lies on the buddy node, every chunk checked there.
@@ -6,8 +6,6 @@ own file, and means: this very version lies on the buddy node, every chunk check
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +14,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from keepstep.checkpoint import pair, scrub
-from keepstep.checkpoint.exceptions import CheckpointError, SlotDamaged, SlotInvalid, VersionGone
+from keepstep.checkpoint import scrub
+from keepstep.checkpoint.exceptions import CheckpointError, SlotDamaged, SlotFull, VersionGone
+from keepstep.checkpoint.keeper_hold import Hold
+from keepstep.checkpoint.keeper_seal import OpenFiles
 from keepstep.checkpoint.line import Line
 from keepstep.checkpoint.notes import Note
 from keepstep.checkpoint.peers import Put, hear_answer
@@ -29,6 +29,12 @@ from keepstep.model.wire import FrameError
 RETRY_FIRST_S, RETRY_LAST_S = 0.02, 1.0
 GAP_S = 10.0
 """A version that has waited for this long to be on the buddy node is a gap that the job's log tells."""
+PATIENCE = 3
+"""A link that takes long is behind when it takes this many times as long as the last time."""
+CUT_OFF = 2
+"""Transfers in a row that the trainer has cut off by overwriting, after which a copy is sent instead."""
+KEEPS_UP = 1
+"""Steps that the trainer may be ahead at the end of a transfer of a copy for the next one to do without."""
 CONFIRM_S = 60.0
 """How often the buddy is asked whether it still has what it once acknowledged; it is sent again where it has not."""
 
@@ -67,12 +73,13 @@ class Pusher(threading.Thread):
         confirm_s: float = CONFIRM_S,
     ) -> None:
         super().__init__(name=f"keepstep-push-{rank}", daemon=True)
-        self._directory, self._rank, self._target = directory, rank, target
+        self._rank, self._target = rank, target
         self._pace, self._traffic, self._tell, self._say = pace, traffic, tell, say
         self._confirm_s = confirm_s
         self._bell, self._end = threading.Event(), threading.Event()
-        self._open: dict[Path, Slot] = {}
-        self._acked_by: tuple[str, int] | None = None
+        self._files, self._hold = OpenFiles(directory, rank), Hold(directory.parent, rank)
+        self._slow, self._cut_off = False, 0
+        self._sent_to: Target | None = None
         self._confirm_at = 0.0
         self._hopeless: tuple[Path, int] | None = None
         """A version that is damaged here, and is not sent again."""
@@ -111,53 +118,73 @@ class Pusher(threading.Thread):
     # ---------------------------------------------------------------- one round
 
     def _do(self) -> None:
-        slots = self._slots()
-        complete = [(version, slot) for slot in slots if (version := slot.version) is not None]
-        if not complete:
+        found, target = self._files.newest(), self._target()
+        if found is None:
+            self._hold.drop()
             return
-        version, newest = max(complete, key=lambda item: item[0])
-        self._seal(newest)
-        for slot in slots:  # the archiver wants the checksums of a pinned version that a newer one has overtaken
-            if slot.pinned and not slot.sealed:
-                with contextlib.suppress(SlotInvalid):
-                    self._seal(slot)
-        target = self._target()
+        version, newest = found
         if target is None:
             self._gap.over(version.step, time.monotonic())
             return
-        self._forget_acks_of_others(target, slots)
+        self._look_at_target(target)
         now = time.monotonic()
         if newest.acked == version.step and now < self._confirm_at:
             self._gap.over(version.step, now)
             return
         self._gap.open(version.step, now)
+        if not newest.sealed:
+            self._gap.why = self._gap.why or "its checksums are not made yet"
+            return  # the sealer will ring
         if self._hopeless == (newest.path, newest.serial):
-            return
-        self._push(newest, version, target)
-        self._gap.over(version.step, time.monotonic())
+            return  # nothing to be done before the next version
+        if not self._slow:
+            self._push_directly(newest, version, target)
+        else:
+            version = self._push_a_copy(newest, version, target)
+        took = time.monotonic() - now
+        self._gap.over(version.step, now + took, patience_s=PATIENCE * took)
 
-    def _seal(self, slot: Slot) -> None:
-        if slot.sealed:
-            return
+    def _push_directly(self, newest: Slot, version: Version, target: Target) -> None:
         try:
-            slot.seal()
-        except SlotInvalid as error:
-            raise VersionGone(str(error)) from error
+            self._push(newest, version, target)
+            self._cut_off = 0
+        except VersionGone:
+            self._cut_off += 1
+            self._slow = self._cut_off >= CUT_OFF
+            raise
 
-    def _forget_acks_of_others(self, target: Target, slots: list[Slot]) -> None:
-        """A new buddy has nothing yet; what a former one has counts no more."""
-        if self._acked_by == target.where:
+    def _push_a_copy(self, newest: Slot, version: Version, target: Target) -> Version:
+        """What was begun is finished first: most of it may be there already."""
+        if self._hold.held is None:
+            try:
+                self._hold.take(newest, version)
+            except SlotFull as error:
+                self._say(f"hold {self._rank}", str(error))
+                self._push(newest, version, target)
+                return version
+        assert self._hold.held is not None
+        version, copy = self._hold.held
+        self._push(copy, version, target)
+        copy.invalidate()
+        self._bell.set()
+        last = self._files.newest()
+        if last is not None and last[0].step <= version.step + KEEPS_UP:
+            self._slow, self._cut_off = False, 0
+            self._hold.drop()
+        return version
+
+    def _look_at_target(self, target: Target) -> None:
+        """A new buddy has nothing yet; what a former one has counts no more. A new epoch may have rolled back."""
+        before, self._sent_to = self._sent_to, target
+        if before == target:
             return
-        for slot in slots:
-            slot.acked = -1
-        self._acked_by = target.where
+        self._hold.drop()
+        if before is None or before.where != target.where:
+            for slot in self._files.slots():
+                slot.acked = -1
 
     def _push(self, slot: Slot, version: Version, target: Target) -> None:
         serial = slot.serial
-
-        def lacking() -> None:
-            if slot.serial == serial:
-                slot.acked = -1
 
         def stop() -> bool:
             return self._end.is_set() or self._target() != target
@@ -166,17 +193,23 @@ class Pusher(threading.Thread):
             with self._traffic, Line.dial(target.host, target.port, stop) as line:
                 line.say(Put(**target.request, rank=self._rank, version=version, size=slot.used))
                 hear_answer(line)
-                send(line, slot, version, pace=self._pace, on_want=lacking)
+                send(line, slot, version, pace=self._pace, on_want=lambda: self._acknowledge(version, -1))
         except SlotDamaged as error:
             self._look_at_damage(slot, version, serial, str(error))
             raise
         now = self._target()
-        if now is None or now.where != target.where or slot.serial != serial:
-            return
-        slot.acked = version.step
-        if slot.serial != serial:
-            slot.acked = -1
-        self._confirm_at = time.monotonic() + self._confirm_s
+        if now is not None and now.where == target.where:
+            self._acknowledge(version, version.step)
+            self._confirm_at = time.monotonic() + self._confirm_s
+
+    def _acknowledge(self, version: Version, step: int) -> None:
+        """In the trainer's own file, if it still holds this version."""
+        for slot in self._files.slots():
+            serial = slot.serial
+            if slot.version == version:
+                slot.acked = step
+                if slot.serial != serial:
+                    slot.acked = -1
 
     def _look_at_damage(self, slot: Slot, version: Version, serial: int, why: str) -> None:
         """The buddy could not get it undamaged: either it is damaged here, or on the way.
@@ -187,37 +220,23 @@ class Pusher(threading.Thread):
         here = scrub.damage(slot)
         if slot.serial != serial:
             raise VersionGone(f"{slot.path.name}: was overwritten while it was sent")
-        if here:
+        if here and slot is self._hold.slot:
+            slot.invalidate()
+            why = f"{here}; it was a copy for a slow link, and is made again"
+            self._tell(Note(what="damaged", tier="memory", step=version.step, rank=self._rank, why=why))
+        elif here:
             self._hopeless = (slot.path, serial)
             scrub.handle(slot, self._rank, here, own=True, tell=self._tell)
         elif self._told_of != version:
             self._told_of = version
             self._tell(Note(what="damaged", tier="peer", step=version.step, rank=self._rank, why=why))
 
-    def _slots(self) -> list[Slot]:
-        """This rank's files, kept open: a mapping that stays has its pages present."""
-        found = []
-        for path in pair.paths(self._directory, self._rank):
-            slot = self._open.get(path)
-            try:
-                if slot is not None and not os.path.samestat(os.stat(path), os.fstat(slot.fileno())):
-                    self._open.pop(path).close()
-                    slot = None
-                if slot is None:
-                    slot = self._open[path] = Slot(path)
-            except (FileNotFoundError, SlotInvalid):
-                if gone := self._open.pop(path, None):
-                    gone.close()
-                continue
-            found.append(slot)
-        return found
-
 
 class Gap:
     """Tells when the buddy has been behind for long, and when it no longer is."""
 
     def __init__(self, rank: int, tell: Callable[[Note], None], limit_s: float) -> None:
-        self._rank, self._tell, self._limit_s = rank, tell, limit_s
+        self._rank, self._tell, self._least_s, self._limit_s = rank, tell, limit_s, limit_s
         self._since: float | None = None
         self._step = 0
         self._told = False
@@ -243,10 +262,11 @@ class Gap:
         )
         self._tell(Note(what="gap", tier="peer", step=self._step, rank=self._rank, why=why, seconds=now - self._since))
 
-    def over(self, step: int, now: float) -> None:
-        """``step`` is there, or is not meant to be."""
+    def over(self, step: int, now: float, *, patience_s: float = 0.0) -> None:
+        """``step`` is there, or is not meant to be. The next gap takes at least ``patience_s``."""
         if self._told and self._since is not None:
             seconds = now - self._since
             why = f"the buddy node has step {step}, {seconds:.0f} s after it fell behind"
             self._tell(Note(what="closed", tier="peer", step=step, rank=self._rank, why=why, seconds=seconds))
         self._since, self._told, self.why = None, False, ""
+        self._limit_s = max(self._least_s, patience_s)
