@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -160,3 +161,54 @@ def test_peers_that_use_the_same_samples_may_all_bring_their_state() -> None:
         one.load_state_dict(through_a_file(one.reshard_state(states, 0, 6)))
     used += [sample for _ in range(7) for one in wide for sample in next(one)]
     assert sorted(used) == [(s, n) for s, length in enumerate(LENGTHS) for n in range(length)]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_ranks_in_different_passes_are_dealt_anew(told: bool) -> None:
+    """One rank has begun the second pass, the other still reads the first: nothing of either is lost or doubled."""
+    lengths = [3, 8]
+
+    def ranks(world: int) -> list[StepShards[int]]:
+        return [
+            StepShards(
+                range(2), lambda shard: Forgetful(lengths[shard], shard), 1, shuffle=False,
+                lengths=lengths if told else None, rank=rank, world_size=world,
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+
+    old = ranks(2)
+    used = [sample for _ in range(6 if told else 5) for one in old for sample in next(one)]
+    states = [one.state_dict() for one in old]
+    assert sorted(state["pass"] for state in states) == [1, 2]
+    (one,) = ranks(1)
+    state = through_a_file(one.reshard_state(states, 0, 1))
+    assert [piece[0] for piece in state["todo"]] == ([2, 3] if told else [1, 2, 3])
+    one.load_state_dict(state)
+    for passes in (2, 3):  # what was left comes first
+        while len(used) < passes * 11:
+            used += next(one)
+        assert sorted(used) == sorted([(s, n) for s, length in enumerate(lengths) for n in range(length)] * passes)
+
+
+@pytest.mark.parametrize("kind", [Forgetful, Remembering])
+def test_a_step_that_failed_is_taken_again_from_its_first_sample(kind: Any) -> None:
+    """Also where it had gone through the end of a shard, and of a pass."""
+    failing = itertools.cycle([True, False])
+
+    def collate(samples: list[Any]) -> list[Any]:
+        if next(failing):
+            raise OSError("out of memory")
+        return samples
+
+    def read(shard: int) -> Any:
+        return kind(LENGTHS[shard], shard)
+
+    one, twin = StepShards(range(5), read, 13, collate=collate), StepShards(range(5), read, 13)
+    used: list[Any] = []
+    for _ in range(18):
+        try:
+            used += next(one)
+        except OSError:
+            continue
+    assert used == [sample for _ in range(9) for sample in next(twin)]
