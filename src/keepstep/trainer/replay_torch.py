@@ -170,8 +170,6 @@ class Replica:
         for live, saved in zip(optimizer.param_groups, groups, strict=True):
             live.update(saved)
         parameters = {f"{g}/{i}": parameter for g, i, parameter in pieces.places(optimizer)}
-        for parameter in parameters.values():
-            parameter.grad = None
         for entry in stroke.entries:
             target = parameters.get(entry.name)
             if target is None or tuple(target.shape) != entry.shape:
