@@ -37,6 +37,7 @@ def write_slot(
     pin: bool = True,
     key: str = KEY,
     steady: bool = False,
+    plain: bytes = b"",
 ) -> dict[str, bytes]:
     """Fill a slot with bytes that follow from version, rank and name.
 
@@ -58,7 +59,7 @@ def write_slot(
         entries.append(TensorEntry(name, dtype, shape, offset, nbytes, primary=name not in others))
         if name not in others:
             found[name] = data
-    plain = f"plain {version.step} {rank} {salt}".encode()
+    plain = plain or f"plain {version.step} {rank} {salt}".encode()
     slot.complete(version, end, Description(tensors=tuple(entries), plain=plain, key=key, world_size=world_size))
     if seal:
         slot.seal()

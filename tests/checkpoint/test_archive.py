@@ -49,6 +49,7 @@ def put(
     specs: Iterable[Spec] = SMALL,
     basis: Basis | None = None,
     job: str = "job",
+    run: str = "",
     key: str = "e1/controller",
     salt: int = 0,
     hold: Basis | None = None,
@@ -57,7 +58,7 @@ def put(
     want = write_slot(path, version, rank=rank, world_size=world_size, specs=tuple(specs), key=key, salt=salt)
     slot = Slot(path)
     source = Source.of_slot(slot)
-    part = archive.write_part(tier, source, job=job, rank=rank, world_size=world_size, basis=basis)
+    part = archive.write_part(tier, source, job=job, run=run, rank=rank, world_size=world_size, basis=basis)
     if hold is not None:
         hold.take(source, part)
     slot.close()
@@ -204,20 +205,43 @@ def test_writing_the_same_again_is_a_quiet_success(tmp_path: Path) -> None:
     assert tier.objects == before
 
 
-def test_parts_of_two_histories_never_become_one_generation(tmp_path: Path) -> None:
+def test_parts_of_two_runs_never_become_one_generation(tmp_path: Path) -> None:
     """A run that reaches the same version again ends the old generation first, and waits for all new parts."""
     tier = MemoryTier()
     for rank in (0, 1):
-        put(tier, tmp_path / f"rank{rank}.0", rank=rank, world_size=2)
+        put(tier, tmp_path / f"rank{rank}.0", rank=rank, world_size=2, run="1")
     archive.complete(tier, V, 2)
-    put(tier, tmp_path / "rank0.0", rank=0, world_size=2, key="e1/other", salt=1)
+    put(tier, tmp_path / "rank0.0", rank=0, world_size=2, run="2", salt=1)
     assert not catalog.look(tier, V).complete
     with pytest.raises(ManifestDamaged, match="another history"):
         archive.complete(tier, V, 2)
-    put(tier, tmp_path / "rank1.0", rank=1, world_size=2, key="e1/other", salt=1)
+    put(tier, tmp_path / "rank1.0", rank=1, world_size=2, run="2", salt=1)
     archive.complete(tier, V, 2)
     assert catalog.look(tier, V).verified
     archive.verify(tier, V)
+
+
+def test_a_version_saved_again_by_a_replaced_rank_leaves_the_generation_alone(tmp_path: Path) -> None:
+    """Its parameters came from a live replica, its random state may differ: what is complete stays as it is."""
+    tier = MemoryTier()
+    for rank in (0, 1):
+        put(tier, tmp_path / f"rank{rank}.0", rank=rank, world_size=2, run="1")
+    archive.complete(tier, V, 2)
+    before = dict(tier.objects)
+    write_slot(tmp_path / "rank1.1", V, rank=1, world_size=2, key="e2/controller", plain=b"other")
+    slot = Slot(tmp_path / "rank1.1")
+    archive.write_part(tier, Source.of_slot(slot), job="job", run="1", rank=1, world_size=2)
+    assert tier.objects == before
+
+
+def test_without_a_run_to_go_by_other_words_mean_another_state(tmp_path: Path) -> None:
+    """Nothing names the run: a part that differs is written anew."""
+    tier = MemoryTier()
+    put(tier, tmp_path / "rank0.0")
+    archive.complete(tier, V, 1)
+    part, _ = put(tier, tmp_path / "rank0.0", salt=1)
+    assert part.plain == b"plain 100 0 1"
+    assert not catalog.look(tier, V).complete
 
 
 def test_a_part_of_another_world_size_is_refused(tmp_path: Path) -> None:

@@ -190,19 +190,27 @@ class _Copied(_Body):
 
 
 def _make_way(tier: Tier, part: Part) -> Part | None:
-    """The same part if it is there; else end the existence of another history's generation of this version."""
+    """The part if it is there; else end the existence of another history's generation of this version."""
     try:
         there = catalog.part(tier, part.version, part.rank)
-        same = there.history == part.history and there.tensors == part.tensors and there.plain == part.plain
-        same = same and there.world_size == part.world_size and there.read_back
-        same = same and (there.base is None or catalog.look(tier, there.base).complete)
-        if same and tier.size(f"{folder(part.version)}/{there.file}") == there.size:
+        whole = _serves(there, part) and tier.size(f"{folder(part.version)}/{there.file}") == there.size
+        if whole and (there.base is None or catalog.look(tier, there.base).complete):
             return there
     except (GenerationIncomplete, ManifestDamaged, TierMissing):
         pass
     for name in (manifest_name(part.version), verified_name(part.version), part_name(part.version, part.rank)):
         tier.remove(name)
     return None
+
+
+def _serves(there: Part, part: Part) -> bool:
+    """Whether ``there`` is the same rank's part of the same state.
+
+    Within a run a version is one state. A rank that was replaced may save it again with another plain part; the first
+    one stays. Where no run is named, equal words have to do.
+    """
+    same = there.history == part.history and there.world_size == part.world_size and there.tensors == part.tensors
+    return same and there.read_back and bool(part.run or (there.key == part.key and there.plain == part.plain))
 
 
 def _describe(tier: Tier, part: Part) -> Part:

@@ -58,8 +58,9 @@ class Part(Struct, frozen=True, kw_only=True):
         tensors: records of the payload in its order; ``offset`` counts from the payload's start. Elements that are
             wider come first, so that every tensor is aligned for whoever maps the file.
         plain: the rank's small state (hyper-parameters, random state, data position): msgpack, see ``plain_torch``.
-        key, run: of which roster and of which run of the job this state is. Two histories may reach the same version in
-            one folder; parts that differ here never become one generation.
+        key: of the roster that the state was saved under; after a recovery a rank may save the same version again.
+        run: of which run of the job this state is. Two runs may reach the same version in one folder; parts that differ
+            here never become one generation.
         written_ns: when the payload was durable.
         read_back: whether the payload was read again from the tier and matched before this description was written.
     """
@@ -87,9 +88,9 @@ class Part(Struct, frozen=True, kw_only=True):
     read_back: bool = False
 
     @property
-    def history(self) -> tuple[str, str, str]:
+    def history(self) -> tuple[str, str]:
         """Parts of one generation agree in this."""
-        return self.job, self.run, self.key
+        return self.job, self.run
 
 
 class PartRef(Struct, frozen=True, kw_only=True):

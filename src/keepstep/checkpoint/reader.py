@@ -92,7 +92,7 @@ class Reader:
     Args:
         tiers: the fastest first.
         told: hears of each copy that could not be used; may be called from any thread.
-        history: job, run and roster of the parts that are meant; another run may have reached the same version.
+        history: job and run of the parts that are meant; another run may have reached the same version.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Reader:
         version: Version,
         *,
         told: Callable[[Damage], None] | None = None,
-        history: tuple[str, str, str] | None = None,
+        history: tuple[str, str] | None = None,
         depth: int = 0,
     ) -> None:
         self.version = version

@@ -25,7 +25,7 @@ TRIES = 4
 """Descriptions of a generation that are tried before it is left out."""
 UNFINISHED = "unfinished"
 """How the catalog's reason begins where there is no manifest."""
-History = tuple[str, str, str]
+History = tuple[str, str]
 
 
 class Saved(Struct, frozen=True):
