@@ -3,6 +3,7 @@ with nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import tempfile
@@ -25,8 +26,10 @@ from keepstep.checkpoint.exceptions import (
     VersionGone,
 )
 from keepstep.checkpoint.line import Line
+from keepstep.checkpoint.peers import Answer, Get, PeerClient
 from keepstep.checkpoint.slot import HEADER, Description, Slot, Version
 from keepstep.checkpoint.transfer import ASK_AGAIN, MAX_RANGES, Offer, Took, Want, _fold, passport_of, receive, send
+from keepstep.model.ids import JobId
 from keepstep.model.wire import pack
 
 CHUNK = 4096
@@ -230,6 +233,59 @@ def test_a_newcomer_mends_only_what_is_damaged(tmp_path: Path) -> None:
     assert error is None
     assert line.carried == CHUNK
     assert same(outcome, slot)
+
+
+def fetch(slot: Slot, budgets: list[int], home: Path, progress: Callable[[int, int], None]) -> tuple[object, list[int]]:
+    """Fetch from a keeper whose wire breaks after each budget: what came of it, and the bytes of each connection."""
+    carried: list[int] = []
+    server = socket.create_server(("127.0.0.1", 0))
+    server.settimeout(20)
+
+    def serve() -> None:
+        for budget in budgets:
+            sock, _ = server.accept()
+            with Flaky(sock, "newcomer") as line, contextlib.suppress(CheckpointError):
+                line.hear(Get)
+                line.say(Answer(ok=True, size=slot.used))
+                line.budget = budget
+                try:
+                    send(line, slot, Version(5, 1))
+                finally:
+                    carried.append(line.carried)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    port, job = server.getsockname()[1], JobId("j")
+    client = PeerClient(host="127.0.0.1", port=port, job=job, token="", epoch=1, key="", stop=lambda: False)
+    outcome: object
+    try:
+        outcome = client.fetch(0, Version(5, 1), home, progress)
+    except CheckpointError as error:
+        outcome = error
+    thread.join(20)
+    assert not thread.is_alive()
+    server.close()
+    return outcome, carried
+
+
+def test_a_newcomers_fetch_goes_on_after_a_broken_connection(tmp_path: Path) -> None:
+    """The wire is cut twice: the third connection brings what was missing, and progress has been told all along."""
+    slot, told = source(tmp_path / "rank0.9"), []
+    outcome, carried = fetch(
+        slot, [3 * CHUNK + 5, 4 * CHUNK, 1 << 30], tmp_path / "snap", lambda done, size: told.append((done, size))
+    )
+    assert same(outcome, slot)
+    assert carried[2] <= slot.used - HEADER - 6 * CHUNK
+    assert told[-1] == (slot.used - HEADER, slot.used - HEADER)
+    assert told == sorted(told)
+
+
+def test_a_keeper_that_gives_nothing_is_not_asked_twice(tmp_path: Path) -> None:
+    """A newcomer in a hurry goes to another holder."""
+    slot = source(tmp_path / "rank0.9")
+    outcome, carried = fetch(slot, [0], tmp_path / "snap", lambda done, size: None)
+    assert isinstance(outcome, PeerUnreachable)
+    assert carried == [0]
 
 
 def test_an_older_replica_stays_whole_while_a_newer_one_arrives(tmp_path: Path) -> None:

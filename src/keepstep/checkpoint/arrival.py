@@ -168,6 +168,11 @@ class Shelf:
         self._arrival = Arrival(slot, passport, trusted=self._trusted)
         return self._arrival
 
+    @property
+    def received(self) -> int:
+        """Bytes that are here of what was begun last."""
+        return self._arrival.received if self._arrival is not None else 0
+
     def close(self) -> None:
         if self._pair is not None:
             self._pair.close()

@@ -41,6 +41,7 @@ from keepstep.model.topology import Roster
 REMEMBERED_ROSTERS = 4
 """Files of ranks that none of the last rosters puts here are removed; a recovery may still need the ones before."""
 PORT_TRIES = 20
+"""How often a keeper tries to get its predecessor's port before it takes another one."""
 PORT_PAUSE_S = 0.1
 LOCK_FILE = "keeper.lock"
 """Held by the keeper of a node directory: there is never a second one."""

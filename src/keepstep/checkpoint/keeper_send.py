@@ -27,6 +27,7 @@ from keepstep.checkpoint.transfer import send
 from keepstep.model.wire import FrameError
 
 RETRY_FIRST_S, RETRY_LAST_S = 0.02, 1.0
+"""Pause after a transfer that failed; it doubles up to the last one."""
 GAP_S = 10.0
 """A version that has waited for this long to be on the buddy node is a gap that the job's log tells."""
 PATIENCE = 3

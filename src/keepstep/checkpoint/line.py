@@ -14,7 +14,7 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -26,6 +26,7 @@ TICK_S = 0.1
 SILENCE_S = 10.0
 """A transfer in which nothing moves for this long has broken off."""
 CONNECT_S = 2.0
+"""How long a keeper may take to accept a connection."""
 MAX_REQUEST = 64 * 1024
 """Bytes of a frame between keepers; more is not one of their words."""
 BUFFER_BYTES = 4 * 1024 * 1024
@@ -148,7 +149,7 @@ class Line:
     def close(self) -> None:
         self._socket.close()
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

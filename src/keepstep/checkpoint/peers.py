@@ -98,20 +98,22 @@ class PeerClient:
 
         Raises:
             PeerRefused: the keeper does not have it, or does not give it.
-            PeerUnreachable: the connection broke ``FETCH_TRIES`` times.
+            PeerUnreachable: there is no connection, or it broke ``FETCH_TRIES`` times.
             SlotDamaged: what came did not match its checksums, however often it was asked for.
             SlotFull: there is no room for it here.
         """
         shelf = Shelf(directory, rank, trusted=False)
         try:
             for left in reversed(range(FETCH_TRIES)):
+                before = shelf.received
                 try:
                     with Line.dial(self._host, self._port, self._stop) as line:
                         line.say(Get(**self._base, rank=rank, version=version))
                         hear_answer(line)
                         return receive(line, shelf, version, progress=progress)
                 except PeerUnreachable:
-                    if not left or self._stop():
+                    # One that cannot be reached, or gives nothing, is not asked again: another holder may be near.
+                    if not left or self._stop() or shelf.received <= before:
                         raise
             raise AssertionError("the last try returns or raises")
         finally:

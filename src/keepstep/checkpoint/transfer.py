@@ -235,7 +235,7 @@ def _pull(
 
     checker = threading.Thread(target=check, name="keepstep-check", daemon=True)
     checker.start()
-    size, done = arrival.passport.size, arrival.received
+    size, done = arrival.passport.size - HEADER, arrival.received
     try:
         for first, behind in ranges:
             for number in range(first, behind):
