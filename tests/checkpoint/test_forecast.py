@@ -57,6 +57,17 @@ def test_an_interval_that_cannot_be_kept() -> None:
     assert not found["remote"].keeps_up
 
 
+def test_differences_are_promised_only_where_they_pay() -> None:
+    """Packing 20 GB takes as long as writing them to the disk, and a tenth of what the slow store takes."""
+    fast, slow = tiers(cluster(full_every=4, rates={"memory": 20 * GB, "local": 2 * GB, "remote": GB / 10}))[1:]
+    assert (fast.deltas, fast.bytes) == (False, 20 * GB)
+    assert slow.deltas
+    assert (slow.save_s, slow.bytes) == ((200 + 3 * 150) / 4, int(20 * GB * 3.25 / 4))
+    assert slow.restore_s == 200 + 3 * 150, "the full one and all that rest on it"
+    patient = tiers(cluster(full_every=4, every=10, rates={"memory": 20 * GB, "local": 2 * GB}))[1]
+    assert patient.deltas, "there is time enough: the disk fills more slowly"
+
+
 def test_daly() -> None:
     """Against the figures of the formula: 200 s per write and three hours between faults."""
     found = {tier.tier: tier for tier in tiers(cluster(mtbf_s=10800.0))}

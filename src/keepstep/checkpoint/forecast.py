@@ -20,8 +20,12 @@ from keepstep.model.topology import Layout
 Tier = Literal["memory", "peer", "local", "remote"]
 Source = Literal["memory", "live", "peer", "local", "remote"]
 """Where state comes back from; ``live`` is a data-parallel replica that goes on training."""
-DELTA_SHARE = 0.7
-"""Size of a generation that holds only what changed, as a share of a full one: fp32 Adam; bf16 weights do better."""
+DELTA_SHARES = {"fp32": 0.75, "bf16": 0.75, "pure-bf16": 0.5}
+"""Size of a generation that holds only what changed, as a share of a full one: Adam, a few dozen steps apart."""
+ENCODE_RATE = 10**9
+"""Bytes of state per second and node that are compared and packed for it, by four threads."""
+DECODE_RATE = 2 * 10**9
+"""The same on the way back."""
 BYTES_PER_PARAM = {
     ("adam", "fp32"): 12,
     ("adam", "bf16"): 14,
@@ -46,6 +50,7 @@ class Cluster(Struct, frozen=True, kw_only=True):
         rates: bytes per second and node; of ``memory`` per rank, from the device to the host. A tier without a rate
             does not exist.
         overhead: share of a step that a snapshot into memory may take.
+        delta_share: size of a difference as a share of a full generation.
         every: steps between durable generations; 0 takes as few as the bandwidth allows.
         mtbf_s: between two faults of the whole job; 0 where nobody knows.
     """
@@ -59,6 +64,7 @@ class Cluster(Struct, frozen=True, kw_only=True):
     overhead: float = 0.01
     every: int = 0
     full_every: int = 1
+    delta_share: float = DELTA_SHARES["fp32"]
     mtbf_s: float = 0.0
 
     @property
@@ -82,6 +88,7 @@ class TierForecast(Struct, frozen=True, kw_only=True):
         rpo_steps: most steps that are done again when this tier is the newest that is left.
         restore_s: until every rank that lost its state has it again.
         keeps_up: whether ``every`` is not below ``least_every``.
+        deltas: whether differences are written; where packing them takes longer than writing in full, they are not.
         young_daly_every: the interval with the least total loss, for a known time between faults.
     """
 
@@ -94,6 +101,7 @@ class TierForecast(Struct, frozen=True, kw_only=True):
     rpo_steps: int
     restore_s: float
     keeps_up: bool = True
+    deltas: bool = False
     mode: str = ""
     young_daly_every: int | None = None
 
@@ -181,21 +189,25 @@ def _memory_tier(cluster: Cluster) -> TierForecast:
 
 def _durable_tier(cluster: Cluster, tier: Literal["local", "remote"], memory_every: int) -> TierForecast:
     whole = cluster.node_bytes // cluster.copies
-    share = (1 + (cluster.full_every - 1) * DELTA_SHARE) / cluster.full_every
-    full_s = whole / cluster.rates[tier]
-    least = max(_steps(full_s * share, cluster.step_s), memory_every)
+    rate, share = cluster.rates[tier], cluster.delta_share
+    full_s, delta_s = whole / rate, max(whole * share / rate, whole / ENCODE_RATE)
+    deltas = cluster.full_every > 1 and (delta_s <= full_s or cluster.every * cluster.step_s >= delta_s)
+    rest = cluster.full_every - 1 if deltas else 0  # as many rest on each one that is full
+    save_s = (full_s + rest * delta_s) / (1 + rest)
+    least = max(_steps(save_s, cluster.step_s), memory_every)
     every = cluster.every or least
-    chain = 1 + (cluster.full_every - 1) * DELTA_SHARE  # the full generation and everything that rests on it
+    back_s = cluster.node_bytes / rate
     return TierForecast(
         tier=tier,
-        bytes=int(whole * share),
-        save_s=full_s * share,
+        bytes=int(whole * (1 + rest * share) / (1 + rest)),
+        save_s=save_s,
         least_every=least,
         every=every,
         stall_s=0.0,
-        rpo_steps=max(every, least) + _steps(full_s, cluster.step_s),
-        restore_s=cluster.node_bytes / cluster.rates[tier] * chain,
+        rpo_steps=max(every, least) + _steps(max(full_s, delta_s if deltas else 0.0), cluster.step_s),
+        restore_s=back_s + rest * max(back_s * share, cluster.node_bytes / DECODE_RATE),
         keeps_up=every >= least,
+        deltas=deltas,
         young_daly_every=_young_daly(full_s, cluster),
     )
 

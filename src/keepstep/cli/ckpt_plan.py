@@ -130,6 +130,8 @@ def _check(question: Question) -> None:
         raise UsageError(
             f"--racks {question.racks} is more than --nodes {question.nodes}", help=f"at most --racks {question.nodes}"
         )
+    if not question.bytes_per_rank:
+        _optimizer(question)
     if question.params and question.bytes_per_rank:
         raise UsageError("--params and --bytes-per-rank say the same thing twice", help="leave one out")
 
@@ -182,6 +184,7 @@ def _cluster(question: Question, assumed: list[str]) -> Cluster:
         overhead=numbers["overhead"],
         every=question.every,
         full_every=question.full_every,
+        delta_share=forecast.DELTA_SHARES.get(question.dtype, max(forecast.DELTA_SHARES.values())),
         mtbf_s=numbers["mtbf"],
     )
 
@@ -192,9 +195,14 @@ def _rank_bytes(question: Question, shards: int, assumed: list[str]) -> int:
     if not question.params:
         assumed.append(f"{ASSUMED_RANK_BYTES // 10**9} GB of state per rank (--params or --bytes-per-rank)")
         return ASSUMED_RANK_BYTES
+    per_param = BYTES_PER_PARAM[_optimizer(question), question.dtype]
+    return max(1, int(_number(question.params) * per_param / shards))
+
+
+def _optimizer(question: Question) -> str:
+    """As the table names it; checks the type of numbers, too."""
     optimizer = "adam" if question.optimizer == "adamw" else question.optimizer
-    per_param = BYTES_PER_PARAM.get((optimizer, question.dtype))
-    if per_param is None:
+    if (optimizer, question.dtype) not in BYTES_PER_PARAM:
         known = {"--optimizer": {"adamw", *(o for o, _ in BYTES_PER_PARAM)}, "--dtype": {d for _, d in BYTES_PER_PARAM}}
         flag, said = ("--dtype", question.dtype) if optimizer in known["--optimizer"] else ("--optimizer", optimizer)
         near = closest(said, known[flag])
@@ -203,7 +211,7 @@ def _rank_bytes(question: Question, shards: int, assumed: list[str]) -> int:
             f"{flag} {said!r} is not known here",
             help=(f"did you mean {near}? " if near else "") + f"known are {options}; or say --bytes-per-rank",
         )
-    return max(1, int(_number(question.params) * per_param / shards))
+    return optimizer
 
 
 def _number(text: str) -> float:
@@ -276,6 +284,11 @@ def _warnings(cluster: Cluster, tiers: Sequence[TierForecast]) -> list[str]:
         f"every {steps(tier.least_every)} (--every {tier.least_every})"
         for tier in tiers
         if not tier.keeps_up
+    ]
+    lines += [
+        f"--full-every {cluster.full_every} does not pay in the {tier.tier} tier: packing takes longer than writing all"
+        for tier in tiers
+        if tier.tier in ("local", "remote") and cluster.full_every > 1 and not tier.deltas
     ]
     if cluster.nodes > 1 and "peer" not in cluster.rates:
         lines.append("without the peer tier a lost node's memory is lost with it")

@@ -44,7 +44,7 @@ def page(found: Answer, *, every_node: bool = False) -> list[str]:
         f"{cluster.nodes} nodes x {cluster.ranks_per_node} ranks = {world} ranks: {shape}"
         + (f"; {racks} racks" if racks else "; racks not known"),
         f"{held}, {size_text(cluster.node_bytes)} per node; {cluster.step_s:g} s per step",
-        *textwrap.wrap(f"assumed: {', '.join(found.assumed)}" if found.assumed else "", PAGE, subsequent_indent="  "),
+        *_wrapped(f"assumed: {', '.join(found.assumed)}" if found.assumed else ""),
         "",
         *_section(f"Placement: {found.pattern}"),
         *_placement_lines(found, every_node=every_node),
@@ -59,6 +59,10 @@ def page(found: Answer, *, every_node: bool = False) -> list[str]:
         *_table(*_loss_table(found)),
     ]
     return [line.rstrip() for line in lines]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, PAGE, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _section(title: str) -> list[str]:
