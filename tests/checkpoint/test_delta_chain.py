@@ -129,3 +129,20 @@ def test_a_chain_without_one_of_its_links_does_not_restore(written: Chain) -> No
                 read(tier, part)
     finally:
         tier.objects.update(removed)
+
+
+def test_differences_that_do_not_pay_are_left_for_a_while() -> None:
+    """Noise on noise: after one difference as large as the state, ten full generations, and then one is tried again."""
+    tier, basis, kinds = MemoryTier(), Basis(), []
+    rng = np.random.default_rng(SEED)
+    entries = (TensorEntry("x", "float32", (5000,), 0, 20_000),)
+    for step in range(1, 15):
+        source = Source.of_view(Version(step, 1), Description(tensors=entries, key="k"), memoryview(rng.bytes(20_000)))
+        part = archive.write_part(
+            tier, source, job="job", rank=0, world_size=1, basis=basis if basis.serves(source, 1000) else None
+        )
+        basis.take(source, part, took_s=0.01, at_s=float(step))
+        archive.complete(tier, Version(step, 1), 1)
+        kinds.append(part.kind)
+    assert kinds == ["full", "delta"] + ["full"] * 10 + ["delta", "full"]
+    assert basis.choice.verdict.reason == "full: a difference would take 100% of 0 MB, more than 90%"
