@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.checkpoint import delta, delta_zstd
+from keepstep.checkpoint.basis import Basis
 from keepstep.checkpoint.delta import Measured
 from keepstep.checkpoint.exceptions import CheckpointError, PayloadDamaged
 from keepstep.checkpoint.generation import Frame
@@ -301,6 +302,8 @@ def test_without_zstandard_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(CheckpointError, match=r"pip install 'keepstep\[checkpoint\]'"):
         delta.encode(memoryview(b""), None, [])
+    assert "pip install" in delta.missing()
+    assert not Basis().choice.verdict.worth  # the archiver writes every generation in full
 
 
 def test_an_abandoned_encoder_leaves_no_thread() -> None:

@@ -25,6 +25,8 @@ class Basis:
         self.usable = False
         self._tensors: tuple[TensorEntry, ...] = ()
         self.choice = delta.Choice()
+        if why := delta.missing():
+            self.choice.verdict = delta.Verdict(False, why)
 
     def serves(self, source: Source, full_every: int) -> bool:
         """Whether a difference to this may be written: same layout, later step, and the chain is not too long."""

@@ -268,6 +268,15 @@ def measure(payload: memoryview, base: memoryview, tensors: Sequence[TensorEntry
     return found
 
 
+def missing() -> str:
+    """What stands in the way of differences in this installation, with the way out; empty when nothing does."""
+    try:
+        _zstd()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
 def _zstd() -> ModuleType:
     try:
         from keepstep.checkpoint import delta_zstd
