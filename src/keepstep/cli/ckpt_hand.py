@@ -1,0 +1,110 @@
+"""``keepstep ckpt restore``, ``export`` and ``import``: checkpoints handed over to other places and other formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from keepstep.checkpoint import imported
+from keepstep.checkpoint.export_safetensors import FILE_BYTES, Folder, export, look
+from keepstep.checkpoint.reader import Reader
+from keepstep.checkpoint.room import show as size_of
+from keepstep.checkpoint.slot import Version
+from keepstep.checkpoint.tiers.open import open_tier
+from keepstep.checkpoint.whole import Whole
+from keepstep.cli.ckpt_place import PATIENCE_S, Place, bar, door, pick, place
+from keepstep.cli.errors import DoorError, UsageError
+from keepstep.cli.render import Column, check_form, show
+from keepstep.cli.say import say
+
+Format = Literal["dcp", "safetensors"]
+COLUMNS = (Column("STEP", "step"), Column("FORMAT", "format"), Column("SIZE", "size"), Column("TO", "to"))
+
+
+def restore(at: Place, step: int | None, to: str, output: str) -> int:
+    """One generation elsewhere, in full, resting on nothing: safetensors shards of all its ranks."""
+    form = check_form(output)
+    with door(at.tier):
+        found = pick(at.tier, step)
+    with door(at.tier, found):
+        tier = open_tier(to, "remote", create=True, budget_s=PATIENCE_S)
+        reader = Reader([at.tier], found.version, told=lambda damage: say(damage.why))
+        total = sum(reader.part(rank).payload for rank in range(found.world_size))
+        with bar(f"step {found.version.step}", total) as told:
+            imported.copy(reader, tier, progress=told)
+    return _told("CheckpointRestored", found.version.step, "keepstep", total, to, form)
+
+
+def export_to(at: Place, step: int | None, to: str, format: Format, weights_only: bool, output: str) -> int:
+    form = check_form(output)
+    directory = _directory(to)
+    with door(at.tier):
+        found = pick(at.tier, step)
+    more: dict[str, Any] = {}
+    with door(at.tier, found):
+        whole = Whole(Reader([at.tier], found.version, told=lambda damage: say(damage.why)))
+        wanted = [one for one in whole.tensors if not (weights_only and one.kind == "o")]
+        with bar(f"step {found.version.step}", sum(one.nbytes for one in wanted)) as told:
+            if format == "dcp":
+                total = _dcp().export(whole, directory, weights_only=weights_only, progress=told)
+            else:
+                done = export(whole, directory, weights_only=weights_only, file_bytes=FILE_BYTES, progress=told)
+                total, more = done.bytes, {"files": list(done.files), "as_bytes": list(done.as_bytes)}
+                if done.as_bytes:
+                    say(f"{len(done.as_bytes)} tensors have a dtype that safetensors does not know; kept as bytes (U8)")
+    return _told("CheckpointExported", found.version.step, format, total, to, form, **more)
+
+
+def import_from(
+    source: str,
+    to: str,
+    step: int,
+    format: Format,
+    *,
+    job: str,
+    model: str,
+    optimizer: str,
+    also: tuple[str, ...],
+    output: str,
+) -> int:
+    form = check_form(output)
+    if step < 0:
+        raise UsageError(f"--step {step} must be 0 or more", help="the number of steps that the checkpoint stands for")
+    directory = _directory(source)
+    tier = place(to, "", create=True).tier
+    with door():
+        with bar(f"step {step}", 0) as told:
+            if format == "dcp":
+                manifest = _dcp().import_dcp(
+                    directory, tier, step=step, job=job, model=model, optimizer=optimizer, also=also, progress=told
+                )
+            else:
+                payload = Folder(look(directory), model)
+                manifest = imported.write(
+                    tier, Version(step, 0), payload, job=job, plain=imported.plain(), progress=told
+                )
+    return _told("CheckpointImported", step, format, sum(part.bytes for part in manifest.parts), to, form)
+
+
+def _directory(text: str) -> Path:
+    if "://" in text:
+        raise UsageError(
+            f"{text}: exports are read and written on a file system", help="name a directory, then copy it"
+        )
+    return Path(text).expanduser().absolute()
+
+
+def _dcp() -> Any:
+    try:
+        from keepstep.trainer import export_torch
+    except ImportError as error:
+        raise DoorError(
+            f"--format dcp needs torch ({error})", help="pip install 'keepstep[torch]', or use --format safetensors"
+        ) from error
+    return export_torch
+
+
+def _told(schema: str, step: int, format: str, total: int, to: str, form: Any, **more: Any) -> int:
+    row = {"step": step, "format": format, "bytes": total, "size": size_of(total), "to": to, **more}
+    show({"schema": f"keepstep.v1/{schema}", **row}, [row], COLUMNS, form)
+    return 0

@@ -1,0 +1,220 @@
+"""``keepstep ckpt``: what a person sees of checkpoints, sound and damaged, and every way out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tests.checkpoint import durable_made as made
+
+from keepstep.checkpoint import generation
+from keepstep.checkpoint.slot import Version
+from keepstep.checkpoint.tiers.directory import DirectoryTier
+from keepstep.cli.main import main
+from keepstep.model import exits
+
+PLAIN = msgspec.msgpack.encode(
+    {"groups": {}, "values": {}, "others": {}, "random": None, "buckets": b"\x90",
+     "owners": msgspec.msgpack.encode({"optimizer": [["model/w"]]})}
+)  # fmt: skip
+
+
+def state(step: int) -> dict[str, np.ndarray]:
+    luck = np.random.default_rng(step)
+    return {
+        "p/model/w": luck.standard_normal((6, 4), dtype="float32"),
+        "o/optimizer/0/0/exp_avg": luck.standard_normal((6, 4), dtype="float32"),
+    }
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Steps 10 (in full), 20 and 30 (differences), all complete, and step 40 that lacks its manifest."""
+    tier = DirectoryTier(tmp_path / "ckpt", create=True)
+    before: tuple[Version, bytes] | None = None
+    for step in (10, 20, 30, 40):
+        payload, entries = made.payload_of(state(step))
+        part = made.write_part(tier, Version(step, 1), 0, payload, entries, base=before, plain=PLAIN)
+        if step != 40:
+            made.complete(tier, Version(step, 1), [part])
+        before = Version(step, 1), payload
+    return tmp_path / "ckpt"
+
+
+def flip(place: Path, name: str) -> None:
+    data = bytearray((place / name).read_bytes())
+    data[-3] ^= 16
+    (place / name).write_bytes(data)
+
+
+def ask(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> Any:
+    assert main(["ckpt", *map(str, words), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def refuse(capsys: pytest.CaptureFixture[str], *words: object, code: int = 1) -> str:
+    assert main(["ckpt", *map(str, words)]) == code
+    return capsys.readouterr().err
+
+
+def test_ls_tells_what_there_is(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+    found = ask(capsys, "ls", place)
+    assert [(one["step"], one["state"]) for one in found["generations"]] == [
+        (40, "parts"), (30, "complete"), (20, "complete"), (10, "complete"),
+    ]  # fmt: skip
+    assert [one["bases"] for one in found["generations"]] == [[], [20], [10], []]
+    assert main(["ckpt", "ls", str(place)]) == 0
+    assert capsys.readouterr().out.splitlines()[0].startswith("STEP\tSTATE\tAGE")
+
+
+def test_show_lists_parts_and_tensors(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+    """The newest complete one where no step is named."""
+    found = ask(capsys, "show", place)
+    assert (found["step"], found["parts"][0]["kind"], found["parts"][0]["base"]) == (30, "delta", 20)
+    found = ask(capsys, "show", place, "--step", 10, "--tensors")
+    assert found["tensors"][0]["name"] == "p/model/w"
+    assert found["tensors"][0]["shape"] == [6, 4]
+
+
+def test_verify_reads_all_that_a_checkpoint_rests_on(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+    found = ask(capsys, "verify", place, "--write")
+    assert found["sound"]
+    assert [one["step"] for one in found["generations"]] == [30, 20, 10]
+    assert (place / generation.verified_name(Version(30, 1))).exists()
+    assert [one["state"] for one in ask(capsys, "ls", place)["generations"]][1:] == ["verified"] * 3
+
+
+def test_verify_names_the_damaged_shard_and_the_way_out(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+    """A flipped bit in the middle of the chain: exit code 1, the file, the bytes, and the next older step."""
+    flip(place, generation.payload_name(Version(20, 1), 0, "delta"))
+    assert main(["ckpt", "verify", str(place), "--json"]) == 1
+    out = capsys.readouterr()
+    found = {one["step"]: one for one in json.loads(out.out)["generations"]}
+    assert [found[step]["sound"] for step in (30, 20, 10)] == [True, False, True]
+    assert "rank00000.delta: bytes 0 to" in found[20]["why"]
+    assert "the next older complete one is --step 10" in out.err
+
+
+def test_restore_writes_the_end_of_a_chain_in_full(
+    capsys: pytest.CaptureFixture[str], place: Path, tmp_path: Path
+) -> None:
+    done = ask(capsys, "restore", place, "--to", tmp_path / "full")
+    assert done["step"] == 30
+    file = tmp_path / "full" / generation.payload_name(Version(30, 1), 0, "full")
+    assert load_file(file)["p/model/w"].tobytes() == state(30)["p/model/w"].tobytes()
+    assert [one["state"] for one in ask(capsys, "ls", tmp_path / "full")["generations"]] == ["verified"]
+
+
+def test_export_and_import_safetensors(capsys: pytest.CaptureFixture[str], place: Path, tmp_path: Path) -> None:
+    """Out and in again without torch: the same bits, under the user's names."""
+    ask(capsys, "export", place, "--to", tmp_path / "out", "--format", "safetensors", "--step", 20)
+    assert load_file(tmp_path / "out" / "model.safetensors")["w"].tobytes() == state(20)["p/model/w"].tobytes()
+    optimizer = load_file(tmp_path / "out" / "optimizer.safetensors")
+    assert optimizer["w.exp_avg"].tobytes() == state(20)["o/optimizer/0/0/exp_avg"].tobytes()
+    (tmp_path / "in").mkdir()
+    save_file({"w": state(5)["p/model/w"]}, tmp_path / "in" / "model.safetensors")
+    ask(capsys, "import", tmp_path / "in", "--to", tmp_path / "new", "--step", 500, "--format", "safetensors")
+    (there,) = ask(capsys, "ls", tmp_path / "new")["generations"]
+    assert (there["step"], there["state"], there["world_size"]) == (500, "verified", 1)
+
+
+def test_export_and_import_dcp(capsys: pytest.CaptureFixture[str], place: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    ask(capsys, "export", place, "--to", tmp_path / "dcp", "--format", "dcp")
+    ask(capsys, "import", tmp_path / "dcp", "--to", tmp_path / "new", "--step", 30, "--format", "dcp")
+    ask(capsys, "export", tmp_path / "new", "--to", tmp_path / "out", "--format", "safetensors")
+    assert load_file(tmp_path / "out" / "model.safetensors")["w"].tobytes() == state(30)["p/model/w"].tobytes()
+
+
+def test_a_damaged_export_names_the_next_older_one(
+    capsys: pytest.CaptureFixture[str], place: Path, tmp_path: Path
+) -> None:
+    flip(place, generation.payload_name(Version(30, 1), 0, "delta"))
+    said = refuse(capsys, "export", place, "--to", tmp_path / "out", "--format", "safetensors")
+    assert "error: damaged: " in said
+    assert "rank00000.delta" in said
+    assert "help: the next older complete one is --step 20" in said
+    assert not list((tmp_path / "out").iterdir()), "nothing that looks whole is left behind"
+
+
+def test_gc_keeps_what_was_asked_and_what_that_rests_on(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+    """Without a terminal nobody can be asked; the newest stays with its whole chain."""
+    assert "--yes" in refuse(capsys, "gc", gc_place(place), "--keep", 1, code=exits.BAD_USAGE)
+    found = ask(capsys, "gc", gc_place(place), "--keep", 1, "--dry-run")
+    assert (found["done"], found["removed"]) == (False, [5])
+    found = ask(capsys, "gc", gc_place(place), "--keep", 1, "--yes")
+    assert found["done"]
+    assert [one["step"] for one in ask(capsys, "ls", place)["generations"] if one["complete"]] == [30, 20, 10]
+
+
+def gc_place(place: Path) -> Path:
+    """With one more generation, on which nothing rests."""
+    tier = DirectoryTier(place)
+    if not (place / generation.manifest_name(Version(5, 1))).exists():
+        payload, entries = made.payload_of(state(5))
+        made.complete(tier, Version(5, 1), [made.write_part(tier, Version(5, 1), 0, payload, entries)])
+    return place
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["ls"], exits.BAD_USAGE, "a path or URL, or --job NAME"),
+        (["ls", "/nowhere/at/all"], 1, "there is no such directory"),
+        (["ls", "ftp://host/x"], 1, "ftp:// is not a place for checkpoints"),
+        (["show", "PLACE", "--step", "21"], 1, "the nearest is --step 20"),
+        (["show", "PLACE", "--step", "40"], 1, "unfinished: has no manifest"),
+        (["show", "EMPTY"], 1, "there are no checkpoints in"),
+        (["gc", "PLACE"], exits.BAD_USAGE, "say what to keep"),
+        (["gc", "PLACE", "--keep-for", "soon"], exits.BAD_USAGE, "--keep-for 'soon' is not a duration"),
+        (["export", "PLACE", "--to", "s3://b/x", "--format", "dcp"], exits.BAD_USAGE, "on a file system"),
+        (["export", "PLACE", "--to", "PLACE", "--format", "dcp"], 1, "is not empty"),
+        (["export", "PLACE", "--to", "x", "--format", "zip"], exits.BAD_USAGE, "zip"),
+        (["import", "EMPTY", "--to", "EMPTY", "--step", "1", "--format", "safetensors"], 1, "holds no *.safetensors"),
+        (["import", "EMPTY", "--to", "EMPTY", "--step", "-1", "--format", "dcp"], exits.BAD_USAGE, "0 or more"),
+        (["ls", "--job", "no-such-job", "--state-dir", "EMPTY"], 1, "no run"),
+    ],
+)
+def test_mistakes_are_answered_with_the_way_out(
+    capsys: pytest.CaptureFixture[str], place: Path, tmp_path: Path, words: list[str], code: int, says: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    told = [word.replace("PLACE", str(place)).replace("EMPTY", str(tmp_path / "empty")) for word in words]
+    said = refuse(capsys, *told, code=code)
+    assert says in said
+    assert "Traceback" not in said
+
+
+def test_a_newer_format_says_to_update(capsys: pytest.CaptureFixture[str], place: Path) -> None:
+    for step in (10, 20, 30):
+        name = generation.manifest_name(Version(step, 1))
+        manifest = generation.unseal((place / name).read_bytes(), generation.Manifest, name)
+        newer = msgspec.structs.replace(manifest, format=generation.FORMAT + 1)
+        (place / name).write_bytes(generation.seal(newer))
+    assert "this keepstep reads up to" in refuse(capsys, "verify", place)
+
+
+def test_without_torch_everything_but_dcp_works(
+    capsys: pytest.CaptureFixture[str], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("keepstep.trainer")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    ask(capsys, "export", place, "--to", tmp_path / "out", "--format", "safetensors")
+    said = refuse(capsys, "export", place, "--to", tmp_path / "dcp", "--format", "dcp")
+    assert "--format dcp needs torch" in said
+
+
+def test_a_job_is_found_by_its_name(capsys: pytest.CaptureFixture[str], place: Path, tmp_path: Path) -> None:
+    """Where a run on this machine keeps its checkpoints is told by what its launcher told the agent."""
+    nodes = tmp_path / "state" / "runs" / "lm-7" / "nodes"
+    nodes.mkdir(parents=True)
+    (nodes / "n.json").write_text(json.dumps({"node_dir": "x", "spec": {"ckpt": {"dir": str(place)}}}))
+    found = ask(capsys, "ls", "--job", "lm", "--state-dir", tmp_path / "state")
+    assert found["where"] == str(place)
