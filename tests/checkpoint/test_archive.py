@@ -354,7 +354,7 @@ def test_a_full_tier_keeps_what_is_complete(tmp_path: Path) -> None:
 
 
 @given(pieces=st.lists(st.integers(0, 3 * sums.CHUNK // 2), max_size=6))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 def test_running_checksums_are_those_of_the_whole(pieces: list[int]) -> None:
     """However the bytes come, the table is the same."""
     data = bytes_of(1, 1000) * (sum(pieces) // 1000 + 1)
@@ -366,7 +366,7 @@ def test_running_checksums_are_those_of_the_whole(pieces: list[int]) -> None:
 
 
 @given(sizes=st.lists(st.sampled_from([0, 1, 7, 64, 4096, GATHER - 1, GATHER, sums.CHUNK + 3]), max_size=8))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 def test_pieces_and_groups_are_the_payload(tmp_path_factory: pytest.TempPathFactory, sizes: list[int]) -> None:
     """Both ways of going through a slot give every primary byte once and in order."""
     path = tmp_path_factory.mktemp("slot") / "rank0.0"

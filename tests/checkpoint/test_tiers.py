@@ -359,6 +359,22 @@ def test_a_store_that_is_not_there_is_away(monkeypatch: pytest.MonkeyPatch) -> N
             open_tier("s3://bucket/p", budget_s=0).put("a", [b"a"])
 
 
+def test_parts_grow_where_an_object_would_need_too_many(cloud: s3.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 takes ten thousand parts; a rank's state may be larger than ten thousand small ones."""
+    from keepstep.checkpoint.tiers import remote_obstore
+
+    monkeypatch.setattr(remote_obstore, "MAX_PARTS", 4)
+
+    class Sized(list[bytes]):
+        size_hint = 32 * 1024 * 1024
+
+    tier = open_tier("s3://bucket/p", budget_s=0)
+    tier.put("large", Sized([bytes(4 * 1024 * 1024)] * 8))
+    parts = [line for line in cloud.requests if line == "PUT bucket/p/large"]
+    assert len(parts) <= 4
+    assert tier.size("large") == 32 * 1024 * 1024
+
+
 # -------------------------------------------------------------------- retry and open
 
 

@@ -49,10 +49,14 @@ Now = Callable[[], int]
 
 
 class _Body(ABC):
-    """The bytes of a payload's file. Each pass goes over the source anew, so that a tier may try again."""
+    """The bytes of a payload's file. Each pass goes over the source anew, so that a tier may try again.
 
-    def __init__(self, pace: Pace | None) -> None:
-        self._pace = pace
+    Args:
+        size_hint: about how many bytes there will be; an object store chooses the size of its parts by it.
+    """
+
+    def __init__(self, pace: Pace | None, size_hint: int) -> None:
+        self._pace, self.size_hint = pace, size_hint
         self.file, self.payload = Running(), Running()
         self.frames: list[Frame] = []
 
@@ -70,7 +74,7 @@ class _Body(ABC):
 
 class _Full(_Body):
     def __init__(self, source: Source, head: bytes, pace: Pace | None) -> None:
-        super().__init__(pace)
+        super().__init__(pace, len(head) + source.size)
         self._source, self._head = source, head
 
     def _chunks(self) -> Iterator[bytes | memoryview]:
@@ -82,7 +86,7 @@ class _Full(_Body):
 
 class _Delta(_Body):
     def __init__(self, source: Source, basis: Basis, pace: Pace | None) -> None:
-        super().__init__(pace)
+        super().__init__(pace, source.size)
         self._source, self._basis = source, basis
 
     def _chunks(self) -> Iterator[bytes | memoryview]:
@@ -162,7 +166,7 @@ def write_part(
         written_ns=now(),
         read_back=True,
     )
-    return _describe(tier, part)
+    return _describe(tier, part, pace)
 
 
 def copy_part(source: Tier, tier: Tier, part: Part, *, pace: Pace | None = None, now: Now = time.time_ns) -> Part:
@@ -177,12 +181,12 @@ def copy_part(source: Tier, tier: Tier, part: Part, *, pace: Pace | None = None,
         return there
     name = payload_name(part.version, part.rank, part.kind)
     tier.put(name, _Copied(source, name, part, pace))
-    return _describe(tier, structs.replace(part, written_ns=now()))
+    return _describe(tier, structs.replace(part, written_ns=now()), pace)
 
 
 class _Copied(_Body):
     def __init__(self, source: Tier, name: str, part: Part, pace: Pace | None) -> None:
-        super().__init__(pace)
+        super().__init__(pace, part.size)
         self._source, self._name, self._part = source, name, part
 
     def _chunks(self) -> Iterator[bytes | memoryview]:
@@ -213,10 +217,11 @@ def _serves(there: Part, part: Part) -> bool:
     return same and there.read_back and bool(part.run or (there.key == part.key and there.plain == part.plain))
 
 
-def _describe(tier: Tier, part: Part) -> Part:
-    """Read the payload back, and only then say that it is there."""
-    for _ in _sound_chunks(tier, payload_name(part.version, part.rank, part.kind), part):
-        pass
+def _describe(tier: Tier, part: Part, pace: Pace | None) -> Part:
+    """Read the payload back, within the same budget of bytes, and only then say that it is there."""
+    for chunk in _sound_chunks(tier, payload_name(part.version, part.rank, part.kind), part):
+        if pace is not None:
+            pace.wait(len(chunk))
     name, data = part_name(part.version, part.rank), seal(part)
     tier.put(name, [data])
     if tier.get(name) != data:

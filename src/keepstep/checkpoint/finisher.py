@@ -106,6 +106,7 @@ class Finisher:
             if pending.next_look > now:
                 continue
             try:
+                known = catalog.look(target.open(), pending.version).verified
                 manifest = archive.complete(target.open(), pending.version, pending.world_size)
             except TierError as error:
                 target.failed(error)
@@ -115,7 +116,8 @@ class Finisher:
                 self._later(pending, target, error)
             else:
                 del self._pending[pending.version]
-                self._saved(target, manifest, self._clock() - pending.since)
+                if not known:  # else it was pinned once more after a recovery
+                    self._saved(target, manifest, self._clock() - pending.since)
                 self.tidy(target, config, writing)
 
     def _later(self, pending: _Pending, target: Target, error: CheckpointError) -> None:

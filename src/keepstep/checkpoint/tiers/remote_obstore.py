@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 SINGLE_PUT = 8 * 1024 * 1024
 """Objects up to this size go in one request; larger ones in parts of this size."""
 PARTS_AT_ONCE = 4
-"""Parts in flight; bounds memory to this many times ``SINGLE_PUT``."""
+"""Parts in flight; bounds memory to so many parts."""
 MAX_PARTS = 10_000
-"""What S3 accepts for one upload; parts grow where an object would need more."""
+"""What S3 accepts for one upload; parts grow where an object comes near that. Chunks may say ``size_hint``."""
 REQUEST_S = 60.0
 """One request takes no longer; a slower link than a part per minute cannot hold a checkpoint."""
 CONNECT_S = 5.0
@@ -45,15 +45,16 @@ Config = dict[str, str]
 class RemoteTier:
     """Objects below the URL's prefix.
 
+    Args:
+        config: the store's settings as obstore names them; the environment's where left out.
+        plain: an endpoint without TLS is meant.
+
     Raises:
         TierDenied: the URL or the store's settings cannot be right.
     """
 
-    def __init__(
-        self, url: str, label: str = "remote", *, config: Config | None = None, size_hint: int = 0, plain: bool = False
-    ) -> None:
+    def __init__(self, url: str, label: str = "remote", *, config: Config | None = None, plain: bool = False) -> None:
         self.label, self.where = label, url.rstrip("/")
-        self._part = max(SINGLE_PUT, -(-size_hint // MAX_PARTS))
         options: ClientConfig = {
             "timeout": timedelta(seconds=REQUEST_S),
             "connect_timeout": timedelta(seconds=CONNECT_S),
@@ -71,6 +72,7 @@ class RemoteTier:
             raise TierDenied(f"{url}: {_first_line(error)}") from error
 
     def put(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
+        part = max(SINGLE_PUT, -(-2 * int(getattr(chunks, "size_hint", 0)) // MAX_PARTS))
         source = iter(chunks)
         head: list[bytes] = []
         size = 0
@@ -89,7 +91,7 @@ class RemoteTier:
                 name,
                 iter(counter),
                 use_multipart=True,
-                chunk_size=self._part,
+                chunk_size=part,
                 max_concurrency=PARTS_AT_ONCE,
             )
             return counter.size
