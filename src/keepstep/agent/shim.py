@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.agent import proc
-from keepstep.agent.streaming import streaming
 from keepstep.model import env as names
 
 QUEUE = 4096
@@ -272,10 +271,7 @@ class Shim:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "keepstep.agent.zygote", "--fd", str(theirs.fileno())]
         process = subprocess.Popen(
-            [*command, "--warm", self._warm_kind],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **streaming(os.environ)},
+            [*command, "--warm", self._warm_kind], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )
         process.returncode = 0  # _reap collects it; Popen must not.
         theirs.close()

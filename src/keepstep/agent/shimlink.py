@@ -20,6 +20,7 @@ from keepstep.agent import proc
 from keepstep.agent.environ import omp_threads
 from keepstep.agent.exceptions import ShimUnavailable, SpawnRefused
 from keepstep.agent.node import Node
+from keepstep.agent.streaming import streaming
 from keepstep.model import env as names
 
 START_S = 20.0
@@ -177,8 +178,9 @@ class ShimLink:
 
     def _start(self) -> subprocess.Popen[bytes]:
         config = self._node.config
-        env = dict(os.environ)
-        # libgomp and OpenBLAS read their thread count when they are loaded, which is in the fork server.
+        # The C library reads its settings, libgomp and OpenBLAS their thread count, when a program is loaded; for
+        # trainers that is in the fork server.
+        env = {**os.environ, **streaming(os.environ)}
         if (threads := omp_threads(config, env)) is not None:
             env["OMP_NUM_THREADS"] = threads
         if paths := env.get("PYTHONPATH"):

@@ -1,4 +1,4 @@
-"""Streaming: lets trainers write large copies around the processor's caches. Only the standard library."""
+"""Streaming: lets trainers write large copies around the processor's caches."""
 
 from __future__ import annotations
 
