@@ -63,6 +63,7 @@ class Loop:
         self._live: Version | None = None
         self._advance_due = False
         self._gated = False
+        self._replicated = False
         self._pacing = Pacing(session.snapshots, session.rank, total)
         self._gate = Gate(session.snapshots, session.rank, self._overtaken)
         self._restorer = Restorer(
@@ -290,18 +291,18 @@ class Loop:
         replica has it all, so there only the copy on another node counts.
         """
         session = self._s
-        if not session.state.replicated:
+        if not self._replicated:
             session.snapshots.await_copy()
         if self._gated:
             self._gate.wait(self.done)
-            if session.state.replicated and self._pacing.too_dear(self._gate):
+            if self._replicated and self._pacing.too_dear(self._gate):
                 self._gated = False
 
     def _set_gate(self) -> None:
         session = self._s
-        replicated = session.state.replicated
-        self._gated = needs_replica(self._pacing.every, replicated) and session.has_buddy
-        waits = self._gated or (self._pacing.every > 0 and not replicated)
+        self._replicated = session.state.replicated
+        self._gated = needs_replica(self._pacing.every, self._replicated) and session.has_buddy
+        waits = self._gated or (self._pacing.every > 0 and not self._replicated)
         session.groups.before_reduce = self._before_reduction if waits and not session.cuda else None
 
     # ---------------------------------------------------------------- recovery

@@ -66,6 +66,7 @@ class Snapshots:
         self._problem: Exception | None = None
         self._trusted = True
         self._owners: Callable[[Live], Owners] | None = None
+        self._replicated: bool | None = None
         self.overlap_from = OVERLAP_FROM
         self.waited_s = 0.0
         """What this process has waited for snapshots so far."""
@@ -77,7 +78,7 @@ class Snapshots:
 
     def watch(self, state: State) -> None:
         """Let each registered optimizer wait for its own tensors; once, when everything is bound."""
-        self._owners = owners_of(state)
+        self._owners, self._replicated = owners_of(state), state.replicated
         for optimizer in state.optimizers.values():
             optimizer.register_step_pre_hook(self._before_step)
 
@@ -128,11 +129,10 @@ class Snapshots:
             problem, self._problem = self._problem, None
             raise problem
         shards, buffers = (state.shards() if full else []), state.buffers()
-        description = Description(
-            plain=state.plain(), key=key, full=full, world_size=world_size, replicated=state.replicated
-        )
+        replicated = state.replicated if self._replicated is None else self._replicated  # asking walks all modules
+        description = Description(plain=state.plain(), key=key, full=full, world_size=world_size, replicated=replicated)
         overlap = overlap and full and self._may_overlap(state, shards)
-        if overlap and state.replicated:
+        if overlap and replicated:
             # A rank that is killed in mid-copy has its own numbers at least; the rest it finds at any live rank.
             self._write(self._private_pair(), version, [], buffers, msgspec.structs.replace(description, full=False))
         target = self._full if full else self._private_pair()

@@ -198,7 +198,7 @@ def test_a_parameter_that_nobody_owns_makes_all_copies_blocking(tmp_path: Path) 
 def test_a_replica_has_its_own_part_before_the_copy_begins(run: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank killed in mid-copy finds parameters at any live replica, but its random state and buffers nowhere: they
     are complete when ``save`` comes back."""
-    run.state._replicated = True
+    run.state._replicated = run.keep._replicated = True
     run.train()
     held = Held(monkeypatch)
     run.save(4)
