@@ -7,14 +7,14 @@ Whatever is interrupted leaves something that does not count; whatever counts ha
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import structs
 
-from keepstep.checkpoint import catalog, delta, sums
+from keepstep.checkpoint import catalog, sums
 from keepstep.checkpoint.basis import Basis
+from keepstep.checkpoint.bodies import Body, Copied, Delta, Full, size_of, sound_chunks
 from keepstep.checkpoint.exceptions import (
     GenerationIncomplete,
     ManifestDamaged,
@@ -22,7 +22,6 @@ from keepstep.checkpoint.exceptions import (
     TierMissing,
 )
 from keepstep.checkpoint.generation import (
-    Frame,
     Manifest,
     Part,
     PartRef,
@@ -38,68 +37,12 @@ from keepstep.checkpoint.generation import (
 from keepstep.checkpoint.rate import Pace
 from keepstep.checkpoint.safetensors_header import header
 from keepstep.checkpoint.slot import Version
-from keepstep.checkpoint.source import Running, Source
+from keepstep.checkpoint.source import Source
 from keepstep.ports.tier import Tier
 
-READ_BYTES = 4 * sums.CHUNK
-"""How much is read back at a time."""
 READERS = 8
 """Descriptions that are read at the same time."""
 Now = Callable[[], int]
-
-
-class _Body(ABC):
-    """The bytes of a payload's file. Each pass goes over the source anew, so that a tier may try again.
-
-    Args:
-        size_hint: about how many bytes there will be; an object store chooses the size of its parts by it.
-    """
-
-    def __init__(self, pace: Pace | None, size_hint: int) -> None:
-        self._pace, self.size_hint = pace, size_hint
-        self.file, self.payload = Running(), Running()
-        self.frames: list[Frame] = []
-
-    def __iter__(self) -> Iterator[bytes | memoryview]:
-        self.file, self.payload, self.frames = Running(), Running(), []
-        for chunk in self._chunks():
-            self.file.add(chunk)
-            if self._pace is not None:
-                self._pace.wait(len(chunk))
-            yield chunk
-
-    @abstractmethod
-    def _chunks(self) -> Iterator[bytes | memoryview]: ...
-
-
-class _Full(_Body):
-    def __init__(self, source: Source, head: bytes, pace: Pace | None) -> None:
-        super().__init__(pace, len(head) + source.size)
-        self._source, self._head = source, head
-
-    def _chunks(self) -> Iterator[bytes | memoryview]:
-        yield self._head
-        for piece in self._source.pieces():
-            self.payload.add(piece)
-            yield piece
-
-
-class _Delta(_Body):
-    def __init__(self, source: Source, basis: Basis, pace: Pace | None) -> None:
-        super().__init__(pace, source.size)
-        self._source, self._basis = source, basis
-
-    def _chunks(self) -> Iterator[bytes | memoryview]:
-        end = 0
-        with memoryview(self._basis.payload) as base:
-            for group in self._source.groups():
-                self.payload.add(group.data)
-                under = base[group.start : group.start + len(group.data)]
-                for frame, stored in delta.encode(group.data, under, group.tensors):
-                    self.frames.append(Frame(group.start + frame.start, frame.nbytes, end, frame.stored, frame.codec))
-                    end += frame.stored
-                    if stored:
-                        yield stored
 
 
 def write_part(
@@ -150,10 +93,10 @@ def write_part(
     name = payload_name(version, rank, part.kind)
     if basis is None:
         head = header(part)
-        body: _Body = _Full(source, head, pace)
+        body: Body = Full(source, head, pace)
         part = structs.replace(part, header=len(head))
     else:
-        body = _Delta(source, basis, pace)
+        body = Delta(source, basis, pace)
     size = tier.put(name, body)
     source.check()
     part = structs.replace(
@@ -180,17 +123,8 @@ def copy_part(source: Tier, tier: Tier, part: Part, *, pace: Pace | None = None,
     if there is not None:
         return there
     name = payload_name(part.version, part.rank, part.kind)
-    tier.put(name, _Copied(source, name, part, pace))
+    tier.put(name, Copied(source, name, part, pace))
     return _describe(tier, structs.replace(part, written_ns=now()), pace)
-
-
-class _Copied(_Body):
-    def __init__(self, source: Tier, name: str, part: Part, pace: Pace | None) -> None:
-        super().__init__(pace, part.size)
-        self._source, self._name, self._part = source, name, part
-
-    def _chunks(self) -> Iterator[bytes | memoryview]:
-        yield from _sound_chunks(self._source, self._name, self._part)
 
 
 def _make_way(tier: Tier, part: Part) -> Part | None:
@@ -219,7 +153,7 @@ def _serves(there: Part, part: Part) -> bool:
 
 def _describe(tier: Tier, part: Part, pace: Pace | None) -> Part:
     """Read the payload back, within the same budget of bytes, and only then say that it is there."""
-    for chunk in _sound_chunks(tier, payload_name(part.version, part.rank, part.kind), part):
+    for chunk in sound_chunks(tier, payload_name(part.version, part.rank, part.kind), part):
         if pace is not None:
             pace.wait(len(chunk))
     name, data = part_name(part.version, part.rank), seal(part)
@@ -227,28 +161,6 @@ def _describe(tier: Tier, part: Part, pace: Pace | None) -> Part:
     if tier.get(name) != data:
         raise ManifestDamaged(f"{tier.where}/{name}: reads back otherwise than it was written")
     return part
-
-
-def _sound_chunks(tier: Tier, name: str, part: Part) -> Iterator[bytes | memoryview]:
-    """A payload's file, every chunk compared with its checksum.
-
-    Raises:
-        PayloadDamaged: names the bytes, or the length, that are wrong.
-    """
-    size = _size(tier, name)
-    if size != part.size or len(part.sums) != -(-part.size // sums.CHUNK):
-        raise PayloadDamaged(f"{tier.where}/{name}: {size} bytes are there, {part.size} were written")
-    for start in range(0, part.size, READ_BYTES):
-        try:
-            data = memoryview(tier.get(name, start, min(READ_BYTES, part.size - start)))
-        except TierMissing as error:
-            raise PayloadDamaged(f"{tier.where}/{name}: vanished or was cut short while it was read") from error
-        for low, high in sums.chunks(len(data)):
-            if sums.digest(data[low:high]) != part.sums[(start + low) // sums.CHUNK]:
-                raise PayloadDamaged(
-                    f"{tier.where}/{name}: bytes {start + low} to {start + high} do not match their checksum"
-                )
-        yield data
 
 
 # -------------------------------------------------------------------- generations
@@ -325,7 +237,7 @@ def verify(
                 raise ManifestDamaged(f"{tier.where}/{part_name(version, ref.rank)}: is not what the manifest names")
         _agree(tier, parts, manifest.world_size)
         for part in parts:
-            for chunk in _sound_chunks(tier, payload_name(version, part.rank, part.kind), part):
+            for chunk in sound_chunks(tier, payload_name(version, part.rank, part.kind), part):
                 progress(len(chunk))
     except (GenerationIncomplete, ManifestDamaged, PayloadDamaged):
         if write:
@@ -368,7 +280,7 @@ def _agree(tier: Tier, parts: list[Part], world_size: int) -> None:
             )
         if part.file != payload_name(part.version, part.rank, part.kind).rpartition("/")[2]:
             raise ManifestDamaged(f"{where}: names {part.file!r} as its payload")
-        size = _size(tier, f"{folder(part.version)}/{part.file}")
+        size = size_of(tier, f"{folder(part.version)}/{part.file}")
         if size != part.size:
             raise PayloadDamaged(f"{where}: its payload has {size} bytes, {part.size} were written")
 
@@ -382,13 +294,6 @@ def _write_verified(tier: Tier, manifest: Manifest, data: bytes, at_ns: int) -> 
     found = _verified(manifest, data, at_ns)
     tier.put(verified_name(manifest.version), [seal(found)])
     return found
-
-
-def _size(tier: Tier, name: str) -> int:
-    try:
-        return tier.size(name)
-    except TierMissing as error:
-        raise GenerationIncomplete(f"{tier.where}/{name}: the payload is not there") from error
 
 
 def _get(tier: Tier, name: str) -> bytes | None:
