@@ -8,8 +8,9 @@ from itertools import permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepstep.controlplane.views import job_view
 from keepstep.model.ids import NodeId
-from keepstep.model.placement import Domain, Host, Placement, domains, fit, place
+from keepstep.model.placement import Domain, Host, Placement, domains, fit, judge, place
 from keepstep.model.topology import Layout
 from tests.core.fleet import Fleet, running
 
@@ -179,6 +180,15 @@ def test_what_has_to_be_given_up_is_said() -> None:
     assert "every node" in placed.shortfalls[0].why
 
 
+@given(layouts(most=24))
+def test_a_placement_is_judged_as_it_was_made(case: tuple[list[Host], Layout]) -> None:
+    """What the operator sees of a running job is what was known when its roster was made."""
+    nodes, layout = case
+    placed = place(nodes, layout)
+    assert judge(nodes, layout, placed.buddy) == placed.shortfalls
+    assert judge(nodes, layout, {}) == ()
+
+
 def test_a_world_of_another_size_keeps_its_model_groups() -> None:
     """Fewer replicas than said are a smaller layout; a world that does not divide is none that we know."""
     said = Layout(tp=2, pp=2, dp=8)
@@ -213,3 +223,13 @@ def test_the_roster_knows_racks_and_keeps_its_homes() -> None:
     assert buddies(fleet) == {
         moved.get(node, node): moved.get(home, home) for node, home in before.items() if home is not None
     }
+    (short,) = job_view(fleet.job)["shared_domains"]
+    assert short["why"] == "rack b has 3 of 4 nodes, too many for all their copies to lie outside"
+    assert [node["rack"] for node in job_view(fleet.job)["nodes"]] == ["a", "a", "b", "b", "b"]
+
+
+def test_the_operator_sees_what_could_not_be_had() -> None:
+    """Both nodes in one rack: the copies are there all the same, and the job says what they do not survive."""
+    fleet = running(racks={"n0": "a", "n1": "a"})
+    (short,) = job_view(fleet.job)["shared_domains"]
+    assert short == {"domain": "rack", "nodes": ["n0", "n1"], "why": "every node shares a rack with it"}

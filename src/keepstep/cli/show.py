@@ -195,6 +195,8 @@ def show_checkpoints(job: Mapping[str, Any], form: Form) -> None:
         show(job, rows, CHECKPOINT_COLUMNS, form)
     if (lacking := job.get("ranks_without_copy", "-")) != "-":
         print(f"no copy on another node: rank {lacking}")
+    for short in job.get("shared_domains", ()):
+        print(f"copies share their {short['domain']}: {fold_nodes(short['nodes'])} ({short['why']})")
     if pace := job.get("snapshot_pace"):
         print(f"snapshots: {pace}")
 

@@ -16,8 +16,10 @@ import msgspec
 from keepstep import __version__
 from keepstep.controlplane.folding import LOG_FILE
 from keepstep.core.controller import Controller
+from keepstep.core.recover.rosters import shortfalls
 from keepstep.core.state import Incident, Job, Node
 from keepstep.model.ids import IncidentId, JobId, Nanos, NodeId, show_epoch
+from keepstep.model.placement import NAMES
 from keepstep.model.records import IncidentMeasured, IncidentMoved, IncidentOpened, Observed, PlanMade, SuspectNamed
 from keepstep.model.settings import Policy
 from keepstep.model.topology import fold_ranks
@@ -80,6 +82,9 @@ def job_view(job: Job) -> View:
         "replication_gaps": [
             {"rank": rank, "step": gap.step, "since": when(gap.at), "why": gap.why}
             for rank, gap in sorted(job.gaps.items())
+        ],
+        "shared_domains": [
+            {"domain": NAMES[short.kind], "nodes": list(short.nodes), "why": short.why} for short in shortfalls(job)
         ],
     }
 
@@ -273,6 +278,7 @@ def _node_row(job: Job, node: Node) -> View:
         "role": "worker" if seats else "standby",
         "ranks": fold_ranks([seat.rank for seat in seats]),
         "standbys_parked": parked,
+        "rack": node.rack or None,
         "buddy": place.buddy if place else None,
         "faults": len(node.faults),
     }

@@ -101,6 +101,14 @@ def domains(hosts: Sequence[Host], layout: Layout) -> tuple[Domain, ...]:
     return tuple(found)
 
 
+def judge(hosts: Sequence[Host], layout: Layout, homes: Mapping[NodeId, NodeId | None]) -> tuple[Shortfall, ...]:
+    """What a placement that is there shares with the originals; nodes without a home are left out."""
+    number = {host.node: index for index, host in enumerate(hosts)}
+    there = [number.get(homes.get(host.node) or NodeId(""), NOBODY) for host in hosts]
+    layout = fit(layout, sum(len(host.ranks) for host in hosts))
+    return _shortfalls(hosts, there, [_shared(hosts, layout, kind) for kind in KINDS])
+
+
 def place(
     hosts: Sequence[Host], layout: Layout = UNKNOWN, previous: Mapping[NodeId, NodeId | None] | None = None
 ) -> Placement:
@@ -261,7 +269,7 @@ def _pairs(hosts: Sequence[Host]) -> tuple[str, list[int]]:
     ring: list[int] = []
     if len(hosts) % 2:
         ring = [rack[-1] for rack in left][:3]
-        ring += [index for rack in left for index in rack if index not in ring][: 3 - len(ring)]
+        ring = sorted(ring + [index for rack in left for index in rack if index not in ring][: 3 - len(ring)])
         for i, index in enumerate(ring):
             homes[index] = ring[(i + 1) % 3]
     order = [index for rack in left for index in rack if index not in ring]
@@ -280,7 +288,7 @@ def _shortfalls(hosts: Sequence[Host], homes: Sequence[int], shared: Sequence[Se
     found: dict[tuple[Kind, str], list[NodeId]] = {}
     for kind, masks in zip(KINDS, shared, strict=True):
         for index, home in enumerate(homes):
-            if masks[index] >> home & 1:
+            if home != NOBODY and masks[index] >> home & 1:
                 why = _why(kind, hosts[index], masks[index].bit_count(), len(hosts))
                 found.setdefault((kind, why), []).append(hosts[index].node)
     return tuple(Shortfall(kind, tuple(nodes), why) for (kind, why), nodes in found.items())

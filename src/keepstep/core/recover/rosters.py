@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from keepstep.core.state import ORIGIN, Job, Node, Store, seat_key
 from keepstep.model.ids import Epoch, IncidentId, NodeId, Rank, SlotId, show_epoch
-from keepstep.model.placement import Host, Placement, place
+from keepstep.model.placement import Host, Placement, Shortfall, judge, place
 from keepstep.model.topology import JoinMode, Member, Place, Roster
 
 
@@ -59,16 +59,28 @@ def places_of(
 
 def _placement(job: Job, nodes: Sequence[Node], members: Sequence[Member], moves: Mapping[NodeId, NodeId]) -> Placement:
     """Copies stay where they are as far as may be: a copy that moves has to be made again."""
-    ranks: dict[NodeId, list[int]] = {}
-    for member in members:
-        ranks.setdefault(member.node, []).append(member.rank)
     before = {
         moves.get(at.node, at.node): moves.get(at.buddy, at.buddy)
         for at in (job.roster.places if job.roster else ())
         if at.buddy is not None
     }
-    hosts = [Host(node.node, tuple(ranks.get(node.node, ())), node.rack) for node in nodes]
-    return place(hosts, job.spec.layout, before)
+    return place(_hosts(nodes, members), job.spec.layout, before)
+
+
+def _hosts(nodes: Sequence[Node] | Sequence[Place], members: Sequence[Member]) -> list[Host]:
+    ranks: dict[NodeId, list[int]] = {}
+    for member in members:
+        ranks.setdefault(member.node, []).append(member.rank)
+    return [Host(node.node, tuple(ranks.get(node.node, ())), node.rack) for node in nodes]
+
+
+def shortfalls(job: Job) -> tuple[Shortfall, ...]:
+    """What the present copies share with their originals although they should not, and why."""
+    roster = job.roster
+    if roster is None:
+        return ()
+    homes = {at.node: at.buddy for at in roster.places}
+    return judge(_hosts(roster.places, roster.members), job.spec.layout, homes)
 
 
 def first_order(nodes: Sequence[Node]) -> list[Node]:
