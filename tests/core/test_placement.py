@@ -228,6 +228,13 @@ def test_the_roster_knows_racks_and_keeps_its_homes() -> None:
     assert [node["rack"] for node in job_view(fleet.job)["nodes"]] == ["a", "a", "b", "b", "b"]
 
 
+def test_the_roster_follows_the_layout() -> None:
+    """Two stages of two replicas on four nodes: each node's copies leave its stage and its replica."""
+    fleet = running(min_nodes=4, max_nodes=4, layout=Layout(tp=2, pp=2, dp=2))
+    assert buddies(fleet) == {"n0": "n3", "n1": "n2", "n2": "n1", "n3": "n0"}
+    assert job_view(fleet.job)["shared_domains"] == []
+
+
 def test_the_operator_sees_what_could_not_be_had() -> None:
     """Both nodes in one rack: the copies are there all the same, and the job says what they do not survive."""
     fleet = running(racks={"n0": "a", "n1": "a"})
