@@ -1,4 +1,4 @@
-"""A tiny job for torchrun with checkpoints of its own: dropout and momentum, so that a wrong rollback shows in the loss.
+"""A tiny job for torchrun with checkpoints of its own: dropout and momentum show a wrong rollback in the loss.
 
 Each rank appends ``step world loss-in-hex`` to ``<out>/rank<r>.txt`` before the commit. ``--sharded`` uses FSDP2, whose
 state differs from rank to rank; batches depend on the step alone there, so that other worlds see the same numbers.
@@ -25,7 +25,7 @@ def main() -> None:
     ask.add_argument("--out", type=Path, required=True)
     ask.add_argument("--dir", default="")
     ask.add_argument("--every", type=int, default=5)
-    ask.add_argument("--linger", type=float, default=20.0)
+    ask.add_argument("--linger", type=float, default=60.0)
     ask.add_argument("--sharded", action="store_true")
     ask.add_argument("--kill-at", type=int, default=-1, help="rank 1 of the first attempt kills itself in this step")
     ask.add_argument("--pace", type=float, default=0.0)
