@@ -94,20 +94,22 @@ class Chain:
         self.memory = {kind: bytearray(body) for kind, body in self.last.items()}
         self.full = sum(map(len, self.last.values()))
         self.sizes: dict[str, list[int]] = {kind: [] for kind in KINDS}
-        self.encode_s = self.decode_s = 0.0
+        self.encode_s = self.decode_s = self.encode_cpu_s = self.decode_cpu_s = 0.0
         self.exact = True
 
     def step(self) -> None:
         for kind in KINDS:
             new, entries = self.training.payload(kind)
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             pairs = list(delta.encode(memoryview(new), memoryview(self.last[kind]), entries))
             file = b"".join(stored for _, stored in pairs)
             self.encode_s += time.perf_counter() - began
+            self.encode_cpu_s += time.process_time() - cpu
             view = memoryview(self.memory[kind])
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             delta.decode([frame for frame, _ in pairs], memoryview(file), view, view)
             self.decode_s += time.perf_counter() - began
+            self.decode_cpu_s += time.process_time() - cpu
             self.exact = self.exact and self.memory[kind] == new
             self.sizes[kind].append(len(file))
             self.last[kind] = new
@@ -184,6 +186,8 @@ def report(
         "chain": len(totals),
         "encode_mb_s": round(full * len(totals) / chain.encode_s / 1e6, 1),
         "decode_mb_s": round(full * len(totals) / chain.decode_s / 1e6, 1),
+        "encode_mb_per_cpu_s": round(full * len(totals) / max(chain.encode_cpu_s, 1e-9) / 1e6, 1),
+        "decode_mb_per_cpu_s": round(full * len(totals) / max(chain.decode_cpu_s, 1e-9) / 1e6, 1),
         "delta_encode_s_per_step": round(chain.encode_s / len(totals), 4),
         "replay_stall_s_per_step": round(log.stall_s / max(1, log.steps), 4),
         "replay_rebuild_cpu_s_per_step": round(replay_cpu_s, 4),
