@@ -217,6 +217,7 @@ class Loop:
             if session.groups.world_ops_since_mark() == 0:
                 everybody_is_here()  # ranks must not drift apart by more than one step
             session.state.settle_buckets()
+            self._pacing.agree_to_hold(self.done + 1)
             if self._pacing.agree(self.done + 1):
                 self._set_gate()
         except Exception as error:
@@ -278,7 +279,7 @@ class Loop:
                 ring=session.has_buddy,
                 world_size=session.roster.world_size,
                 overlap=self._pacing.overlap,
-                pin=self._pacing.durable(step),
+                pin=step == self._pacing.held,
             )
         if every != 1 and (every > 1 or session.state.replicated):
             session.snapshots.save(session.state, version, key=session.roster.key, full=False, ring=False)
@@ -368,7 +369,8 @@ class Loop:
         clock.phases["agree"] = self._restorer.agree_ms
         clock.lap("restore", less=self._restorer.agree_ms)
         self._pacing.restart(found.version.step, roster.snapshot_every)
-        due = self._pacing.durable(found.version.step)
+        if due := self._pacing.durable(found.version.step):
+            self._pacing.held = found.version.step
         if found.version not in session.snapshots.private() or (due and found.version not in session.snapshots.full()):
             self._save(found.version)
         elif due and found.source == "peer":

@@ -46,6 +46,8 @@ class Pacing:
         self.pace = Pace(self.share, mode)
         self.every = 1
         """Steps between full snapshots; 0 for none but the durable ones."""
+        self.held = -1
+        """Newest step that is to be held for the durable tiers."""
         self._from = 0
         self._taken = False
 
@@ -92,6 +94,21 @@ class Pacing:
         self._snapshots.notes.tell(Note(what="gap", tier="peer", step=step, rank=self._rank, why=why))
         print(f"keepstep: rank {self._rank} step {step}: {why}", file=sys.stderr, flush=True)
         return True
+
+    def agree_to_hold(self, step: int) -> None:
+        """Where the durable tiers are due, find out whether every rank has its hands free; collective then.
+
+        A generation that one rank has to leave out is no generation: then all leave it out.
+        """
+        if not self.durable(step):
+            return
+        busy = self._snapshots.held()
+        count = torch.tensor([len(busy)], dtype=torch.int64)
+        dist.all_reduce(count)
+        if int(count) == 0:
+            self.held = step
+        if busy:
+            self._snapshots.skip(step, busy[0])
 
     def agree(self, step: int) -> bool:
         """Where it is time for that, choose the interval that suits the slowest rank; collective then.

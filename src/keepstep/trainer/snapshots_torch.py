@@ -266,11 +266,15 @@ class Snapshots:
         for step in self.held():
             self._ring(self.archiver, step)
 
+    def skip(self, step: int, busy: int) -> None:
+        """Tell that the durable tiers leave out a step, because an earlier one is still on its way there."""
+        why = f"the archiver still writes step {busy}; a larger --ckpt-every or a faster tier would help"
+        self.notes.tell(Note(what="skipped", tier="local", step=step, rank=self._rank, why=why))
+
     def _hold(self, slot: Slot, version: Version) -> None:
         others = [other.version.step for other in self._full.pinned() if other is not slot and other.version]
         if others:
-            why = f"the archiver still writes step {others[0]}; a slower --ckpt-every or a faster tier would help"
-            self.notes.tell(Note(what="skipped", tier="local", step=version.step, rank=self._rank, why=why))
+            self.skip(version.step, others[0])
             return
         slot.pin()
         self._ring(self.archiver, version.step)

@@ -17,7 +17,7 @@ from keepstep.checkpoint.slot import Version
 from keepstep.model.env import ARCHIVER_SOCKET, NOTES_SOCKET
 from keepstep.model.ids import JobId
 from keepstep.model.settings import CheckpointPolicy
-from keepstep.trainer import final
+from keepstep.trainer import final, pacing_torch
 from keepstep.trainer.exceptions import StepMisused
 from keepstep.trainer.final import ABSENT_S, FINAL_WAIT_S, until_durable
 from keepstep.trainer.pacing_torch import Pacing, copy_mode
@@ -105,6 +105,30 @@ def test_every_fifth_step_is_held_while_the_others_alternate(rank: Rank, overlap
     rank.keep.settle()
     assert rank.keep.held() == [15]
     assert heard(rank.archiver) == [b"7 15"]
+
+
+def test_all_ranks_leave_out_what_one_cannot_take(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that one rank lacks makes a generation incomplete: whoever is free leaves it out too, and only the rank
+    that is behind tells why."""
+    others = 1
+
+    def all_reduce(count: torch.Tensor) -> None:
+        count += others
+
+    monkeypatch.setattr(pacing_torch.dist, "all_reduce", all_reduce)
+    rank.pacing.agree_to_hold(5)
+    assert rank.pacing.held != 5
+    assert heard(rank.agent) == []
+    others = 0
+    rank.pacing.agree_to_hold(10)
+    assert rank.pacing.held == 10
+    rank.save(10)
+    rank.pacing.agree_to_hold(11)
+    rank.pacing.agree_to_hold(15)
+    assert rank.pacing.held == 10
+    (note,) = [read(data) for data in heard(rank.agent)]
+    assert note is not None
+    assert (note.what, note.step) == ("skipped", 15)
 
 
 def test_a_due_step_is_taken_whatever_the_interval(rank: Rank) -> None:
