@@ -81,6 +81,7 @@ def environment() -> str:
 
 
 WORDS = {
+    "KEEPSTEP_LINGER_S": "Without `keepstep run`: how long a node's memory and its keeper outlive the last rank, seconds (300).",
     "KEEPSTEP_JOB": "Set for workers: the job's id.",
     "KEEPSTEP_NODE": "Set for workers: the name of their node.",
     "KEEPSTEP_SLOT": "Set for workers: the name of their process place; its presence makes `keepstep.init` talk to an agent.",

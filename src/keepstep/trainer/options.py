@@ -24,7 +24,7 @@ from keepstep.model.ids import JobId
 from keepstep.model.settings import CheckpointPolicy
 from keepstep.trainer.attendant import LINGER_S
 
-PREFIX = "KEEPSTEP_CKPT_"
+VARIABLES = {name: f"KEEPSTEP_CKPT_{name.upper()}" for name in words.DEFAULTS}
 NO_RESUME = "KEEPSTEP_NO_RESUME"
 SNAPSHOT_EVERY = "KEEPSTEP_SNAPSHOT_EVERY"
 LAYOUT = "KEEPSTEP_LAYOUT"
@@ -75,7 +75,7 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
 
 def wanted(environ: Mapping[str, str]) -> bool:
     """Whether the environment asks for checkpoints."""
-    return any(name.startswith(PREFIX) and value for name, value in environ.items())
+    return any(environ.get(variable) for variable in VARIABLES.values())
 
 
 def settle(asked: Checkpoint, environ: Mapping[str, str], world_size: int) -> tuple[CheckpointConfig, float]:
@@ -87,7 +87,7 @@ def settle(asked: Checkpoint, environ: Mapping[str, str], world_size: int) -> tu
     said: dict[str, Any] = {}
     called: dict[str, str] = {}
     for name in words.DEFAULTS:
-        value, variable = getattr(asked, name), f"{PREFIX}{name.upper()}"
+        value, variable = getattr(asked, name), VARIABLES[name]
         if value is not None:
             said[name], called[name] = value, f"Checkpoint({name}=...)"
         elif environ.get(variable):
