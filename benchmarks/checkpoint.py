@@ -120,7 +120,8 @@ def within(found: dict[str, Any], middle: dict[str, float]) -> dict[str, bool | 
     return {
         "stall_over_floor": found["keepstep_stall_over_floor"] <= STALL_OVER_FLOOR,
         "overlapped_over_floor": found["overlapped_stall_over_floor"] <= OVERLAPPED_OVER_FLOOR,
-        "below_every_other_stall": max(middle["keepstep_stall"], middle["overlapped_stall"]) < min(stalls),
+        "overlapped_below_every_other": middle["overlapped_stall"] < min(stalls),
+        "blocking_below_every_other": middle["keepstep_stall"] < min(stalls),
         "first_snapshot_pays_no_faults": middle["first_snapshot"] <= FIRST_OVER_LATER * middle["keepstep_stall"],
         "restore_from_memory": found["restore_local_memory_share_of_memcpy"] >= MEMORY_RESTORE_SHARE,
         "replication_ratio": None if ratio is None else ratio >= REPLICATION_RATIO,

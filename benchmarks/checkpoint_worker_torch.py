@@ -251,8 +251,7 @@ class Bench:
         client = PeerClient(host="127.0.0.1", port=port, job=JOB, token="", epoch=1, key=KEY, stop=lambda: False)
         client.fetch(0, version, node / SNAP_DIR)
         keep = Snapshots(node / SNAP_DIR, 0, node / KEEPER_SOCKET, CheckpointConfig(job=JOB))
-        keep.load(self.training.state, version, shards=True)
-        shutil.rmtree(node)
+        self._load_and_leave(keep, version, node)
 
     @contextlib.contextmanager
     def _keeper(self) -> Iterator[int]:
@@ -284,8 +283,12 @@ class Bench:
         if problem is not None:
             raise RuntimeError(problem)
         keep = Snapshots(snaps, 0, snaps.parent / KEEPER_SOCKET, config)
+        self._load_and_leave(keep, version, snaps.parent)
+
+    def _load_and_leave(self, keep: Snapshots, version: Version, node: Path) -> None:
         keep.load(self.training.state, version, shards=True)
-        shutil.rmtree(snaps.parent)
+        keep._full.close()  # its process would end now; an open file would keep its memory
+        shutil.rmtree(node)
 
     def _from_tier(self, tier: Tier, version: Version) -> None:
         """Every byte verified on its way from the store into memory, and from there into the live tensors."""
