@@ -56,8 +56,10 @@ class Node:
         self.notes: list[Note] = []
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *more: str, before: Callable[[], None] | None = None) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "keepstep.checkpoint.archiver", "--node-dir", str(self.dir), *more]
+    def start(
+        self, *more: str, before: Callable[[], None] | None = None, inside: tuple[str, ...] = ()
+    ) -> subprocess.Popen[bytes]:
+        command = [*inside, sys.executable, "-m", "keepstep.checkpoint.archiver", "--node-dir", str(self.dir), *more]
         with open(self.dir / "archiver.err", "ab") as err:
             self.process = subprocess.Popen(command, stderr=err, preexec_fn=before)
         return self.process
@@ -198,6 +200,43 @@ def test_a_full_disk_costs_a_generation_and_nothing_else(tmp_path: Path) -> None
         write_slot(slot_path(one.dir, 0), Version(400, 1), specs=LARGE)
         one.start()
         one.hear("verified", 400)
+        assert one.finish() == 0
+
+
+def small_disk(path: Path) -> tuple[str, ...]:
+    """A command that runs another one where ``path`` is a file system of 3 MiB; skips where that is not allowed."""
+    path.mkdir()
+    command = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
+    mount = f"mount -t tmpfs -o size=3m small '{path}'"
+    try:
+        tried = subprocess.run([*command, mount], capture_output=True, timeout=PATIENCE_S, check=False)
+    except OSError as error:
+        pytest.skip(f"no file system of our own to fill: {error}")
+    if tried.returncode != 0:
+        pytest.skip(f"no file system of our own to fill: {tried.stderr.decode().strip()}")
+    return (*command, f'{mount} && exec "$@"', "sh")
+
+
+@pytest.mark.acceptance
+def test_a_disk_that_is_really_full_gives_way_to_smaller_generations(tmp_path: Path) -> None:
+    """ENOSPC from the kernel in the middle of a file: nothing of it stays, and what fits is written again."""
+    shared = tmp_path / "shared"
+    inside = small_disk(shared)
+    with node(tmp_path / "node", CheckpointPolicy(dir=str(shared), keep=1)) as one:
+        process = one.start(inside=inside)
+        seen = Path(f"/proc/{process.pid}/root{shared}")
+        for step, specs in ((100, LARGE[1:]), (200, LARGE), (300, LARGE), (400, LARGE[1:])):
+            write_slot(slot_path(one.dir, 0), Version(step, 1), specs=specs)
+            one.ring()
+            if specs is LARGE:
+                assert "No space left" in one.hear("skipped", step).why
+            else:
+                one.hear("verified", step)
+            await_(lambda: not one.pinned())
+        one.hear("expired", 100)
+        assert complete_steps(str(seen)) == [400]
+        assert [path.name for path in seen.glob("step-*")] == [folder(Version(400, 1))]
+        assert not [path for path in seen.glob("**/*") if path.name.startswith(".tmp")]
         assert one.finish() == 0
 
 

@@ -85,6 +85,7 @@ class DirectoryTier:
             except BaseException:
                 with contextlib.suppress(OSError):
                     self._files.unlink(fresh)
+                self._drop_if_empty(path.parent)
                 raise
             self._files.fsync_directory(path.parent)
         except OSError as error:
@@ -139,13 +140,20 @@ class DirectoryTier:
             if error.errno not in _ABSENT:
                 raise self._explain(error, name) from error
             return
-        with contextlib.suppress(OSError):  # not the last object of its folder
-            if path.parent != self.root:
-                self._files.rmdir(path.parent)
-                self._made.discard(path.parent)
-                path = path.parent
+        gone = self._drop_if_empty(path.parent)
         with contextlib.suppress(OSError):
-            self._files.fsync_directory(path.parent)
+            self._files.fsync_directory(path.parent.parent if gone else path.parent)
+
+    def _drop_if_empty(self, folder: Path) -> bool:
+        """No empty folders are left; whoever makes one for an object of its own at this instant makes it again."""
+        if folder == self.root:
+            return False
+        self._made.discard(folder)
+        try:
+            self._files.rmdir(folder)
+        except OSError:  # not empty
+            return False
+        return True
 
     def sweep(self, older_than_s: float) -> int:
         """Temporary files of processes of this host that are gone, and of other hosts when old enough."""
