@@ -134,7 +134,7 @@ def show_jobs(where: Where, output: str) -> int:
             raise NotFound("there are no runs yet", help="start one: keepstep run train.py")
         for run in runs:
             rows += _rows_of(run, where.token_file)
-    show({"schema": "keepstep.v1/JobList", "jobs": rows}, rows, JOB_COLUMNS, form)
+    show({"schema": "keepstep.v1/JobList", "jobs": rows}, [told(row) for row in rows], JOB_COLUMNS, form)
     if rows:
         hint(f"next: keepstep job {rows[0]['job']}")
     return 0

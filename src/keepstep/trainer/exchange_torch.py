@@ -8,6 +8,9 @@ import msgspec
 import torch
 from torch import distributed as dist
 
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Its name before and after torch 2.13."""
+
 
 def everybody(good: bool) -> bool:
     """Whether it is so on all ranks; nobody goes on before all have come."""
@@ -29,7 +32,7 @@ def gather(value: Any) -> list[Any]:
     room = int(sizes.max())
     mine = torch.frombuffer(bytearray(data).ljust(room, b"\0"), dtype=torch.uint8)
     every = bytearray(room * len(sizes))
-    dist.all_gather_into_tensor(torch.frombuffer(every, dtype=torch.uint8), mine)
+    _gather(torch.frombuffer(every, dtype=torch.uint8), mine)
     return [
         msgspec.msgpack.decode(memoryview(every)[number * room : number * room + size])
         for number, size in enumerate(sizes.tolist())

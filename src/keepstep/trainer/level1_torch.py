@@ -21,7 +21,7 @@ from torch import distributed as dist
 
 from keepstep.checkpoint import nodedir, room
 from keepstep.checkpoint.config import CheckpointConfig
-from keepstep.checkpoint.exceptions import BadSetting, CheckpointError, NotEnoughMemory
+from keepstep.checkpoint.exceptions import BadSetting, NotEnoughMemory
 from keepstep.checkpoint.files import write_atomic
 from keepstep.model import env, exits
 from keepstep.model.ids import MINOR_BITS, Epoch, NodeId, Rank, SlotId
@@ -32,6 +32,7 @@ from keepstep.trainer import options
 from keepstep.trainer.attendant import TOKEN
 from keepstep.trainer.attended import Attended, say
 from keepstep.trainer.exceptions import GroupsUnsupported
+from keepstep.trainer.exchange_torch import gather
 from keepstep.trainer.join_torch import Identity
 from keepstep.trainer.options import Checkpoint
 from keepstep.trainer.recovery_torch import everybody_is_here
@@ -39,15 +40,12 @@ from keepstep.trainer.snapshots_torch import Snapshots
 from keepstep.trainer.state_torch import State
 
 ORIGIN = "torchrun"
-MAX_CARD = 64 * 1024
-"""Bytes that one rank may tell all others about itself."""
 
 
 class Card(Struct, frozen=True, kw_only=True):
     """What a rank tells all others at the start.
 
     Attributes:
-        config: settings as this rank reads them; those of rank 0 hold for all.
         token: what keepers of this job showed each other before a restart.
         epoch: the newest epoch that this node knows of.
     """
@@ -56,7 +54,6 @@ class Card(Struct, frozen=True, kw_only=True):
     host: str
     rack: str
     local_rank: int
-    config: bytes = b""
     token: str = ""
     epoch: int = 0
 
@@ -88,8 +85,7 @@ class Level1:
             raise BadSetting(
                 f"runtime directory {root} belongs to another user (uid {owner})", f"set {env.RUNTIME_DIR} to yours"
             )
-        first = _exchange(options.encode(config) if self.rank == 0 else b"", self.who.world_size)[0]
-        config = options.decode(first)
+        config = options.decode(gather(options.encode(config) if self.rank == 0 else b"")[0])
         node = options.node_name(os.environ)
         here = options.node_dir(root, config.job, node)
         mine = Card(
@@ -100,17 +96,12 @@ class Level1:
             token=_read(here / TOKEN),
             epoch=_known_epoch(here / env.ROSTER_FILE),
         )
-        cards = [
-            msgspec.msgpack.decode(data, type=Card)
-            for data in _exchange(msgspec.msgpack.encode(mine), self.who.world_size)
-        ]
-        return config, cards, root
+        return config, [msgspec.convert(card, Card) for card in gather(msgspec.to_builtins(mine))], root
 
     def _attend(self) -> Attended:
         """A line to this node's attendant; its lowest rank starts one where there is none."""
         leader = min(rank for rank, card in enumerate(self._cards) if card.node == self._node) == self.rank
-        fresh = secrets.token_hex(16) if self.rank == 0 else ""
-        fresh = _exchange(fresh.encode(), self.who.world_size)[0].decode()
+        fresh = gather(secrets.token_hex(16) if self.rank == 0 else "")[0]
         self.token = next((card.token for card in self._cards if card.token), fresh)
         line = Attended(
             self.node_dir,
@@ -127,7 +118,7 @@ class Level1:
 
     def _write_roster(self) -> Roster:
         """As the controller would: who is where, and whose copies go to which node."""
-        ports = _exchange(str(self.line.keeper_port).encode(), self.who.world_size)
+        ports = gather(self.line.keeper_port)
         epoch = torch.tensor([max(int(time.time()), *((c.epoch >> MINOR_BITS) + 1 for c in self._cards))])
         dist.all_reduce(epoch, op=dist.ReduceOp.MAX)
         ranks: dict[str, list[int]] = {}
@@ -149,7 +140,7 @@ class Level1:
                 Place(
                     node=host.node,
                     host=self._cards[host.ranks[0]].host,
-                    keeper_port=int(ports[host.ranks[0]]),
+                    keeper_port=ports[host.ranks[0]],
                     peer_port=0,
                     rack=host.rack,
                     buddy=homes[host.node],
@@ -209,21 +200,6 @@ def _require_cpu_group() -> None:
             "the default process group cannot sum numbers in host memory, which checkpoints need: leave "
             'init_process_group() to keepstep.init(), or give it backend="cpu:gloo,cuda:nccl"'
         ) from error
-
-
-def _exchange(mine: bytes, world_size: int) -> list[bytes]:
-    """Everybody's bytes, by rank. Collective."""
-    sizes = torch.zeros(world_size, dtype=torch.int64)
-    sizes[dist.get_rank()] = len(mine)
-    dist.all_reduce(sizes)
-    longest = int(sizes.max())
-    if longest > MAX_CARD:
-        raise CheckpointError(f"{longest} bytes of settings are above the limit of {MAX_CARD}")
-    rows = torch.zeros(world_size, max(1, longest), dtype=torch.uint8)
-    if mine:
-        rows[dist.get_rank(), : len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    dist.all_reduce(rows)
-    return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
 
 def _own_address() -> str:
