@@ -207,18 +207,19 @@ class StepShards(Generic[S]):
         for number, state in old.items():
             for late in range(state["pass"], turn):
                 pieces += self._deal.deal(late, number, len(old))
-        if self._passes is not None:  # what padding has begun of one pass more is no work
-            pieces = [piece for piece in pieces if piece.place < self._passes * self._deal.shards]
-        left = None
+        due, ahead, left = pieces, list[Piece](), None
         if self._passes is not None:
-            turns = max(0, self._passes - turn)
-            left = list(self._deal.least_and_most(count(pieces), turns, self._world))
+            end = self._passes * self._deal.shards
+            due = [piece for piece in pieces if piece.place < end]
+            ahead = [piece for piece in pieces if piece.place >= end]  # begun by ranks that were padded
+            left = list(self._deal.least_and_most(count(due), max(0, self._passes - turn), self._world))
+        todo = [piece for part in (due, ahead) for piece in self._deal.deal_again(part, self._rank, self._world)]
         return {
             **states[0],
             "rank": self._rank,
             "world_size": self._world,
             "pass": turn,
-            "todo": [_lowered(piece) for piece in self._deal.deal_again(pieces, self._rank, self._world)],
+            "todo": [_lowered(piece) for piece in todo],
             "passes": self._passes,
             "left": left,
         }

@@ -20,6 +20,8 @@ from tests.trainer.data.sources import SOURCES, through_a_file
 
 MAX_WORLD = 4
 MAX_BATCH = 5
+BACK = st.sampled_from([0, 0, 0, 0, 1, 1, 2, 3, 12])
+"""Steps that a recovery goes back: mostly few, so that histories grow long."""
 
 
 class History(RuleBasedStateMachine):
@@ -44,7 +46,7 @@ class History(RuleBasedStateMachine):
     def save(self) -> list[dict[str, Any]]:
         return [through_a_file(one.state_dict()) for one in self.ranks]
 
-    @rule(times=st.integers(1, 6))
+    @rule(times=st.integers(1, 8))
     def step(self, times: int) -> None:
         """All ranks take a batch and commit; at the end all say so in the same step."""
         for _ in range(times):
@@ -64,7 +66,7 @@ class History(RuleBasedStateMachine):
         """Whether this step should have been the end, where that is known beforehand."""
         return None
 
-    @rule(back=st.integers(0, 12), alive=st.booleans(), torn=st.integers(0, MAX_WORLD))
+    @rule(back=BACK, alive=st.booleans(), torn=st.integers(0, MAX_WORLD))
     def recover(self, back: int, alive: bool, torn: int) -> None:
         """Some ranks are in the middle of a step; all go back to a committed one, in place or as new processes."""
         for one in self.ranks[:torn]:
@@ -86,7 +88,7 @@ class History(RuleBasedStateMachine):
             one.load_state_dict(through_a_file(one.reshard_state(states, rank, self.world)))
         self.saved[-1] = self.save()
 
-    @rule(world=st.integers(1, MAX_WORLD), batch=st.integers(1, MAX_BATCH), back=st.integers(0, 12))
+    @rule(world=st.integers(1, MAX_WORLD), batch=st.integers(1, MAX_BATCH), back=BACK)
     def resize(self, world: int, batch: int, back: int) -> None:
         """The job goes on with another number of ranks, from the newest or an earlier step."""
         self.world, self.batch = world, batch
