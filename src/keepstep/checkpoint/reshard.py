@@ -230,7 +230,7 @@ def split(block: Block, limit: int = READ) -> Iterator[Block]:
 
     A run is cut where the payload's multiples of ``limit`` lie, so that no checksummed chunk is read for two of them.
     """
-    if block.end - block.source <= limit:
+    if block.counts and block.end - block.source <= limit:
         yield block
     elif block.counts:
         first, step, onto = block.counts[0], block.source_steps[0], block.target_steps[0]
@@ -261,7 +261,7 @@ def split(block: Block, limit: int = READ) -> Iterator[Block]:
 
 
 def reads(blocks: Iterable[Block], *, limit: int = READ, gap: int = GAP) -> list[Read]:
-    """Few stretches that cover all blocks: neighbours are read together, up to about ``limit`` bytes."""
+    """Few stretches that cover all blocks: neighbours are read together, between two multiples of ``limit``."""
     found: list[Read] = []
     pending: list[Block] = []
     end = 0
@@ -269,7 +269,9 @@ def reads(blocks: Iterable[Block], *, limit: int = READ, gap: int = GAP) -> list
     for block in pieces:
         if pending:
             first = pending[0]
-            apart = block.rank != first.rank or block.source > end + gap
+            apart = (
+                block.rank != first.rank or block.source > end + gap or block.source // limit != first.source // limit
+            )
             if apart or max(end, block.end) - first.source > limit:
                 found.append(Read(first.rank, first.source, end, tuple(pending)))
                 pending = []

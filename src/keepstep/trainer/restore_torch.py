@@ -26,6 +26,7 @@ from keepstep.checkpoint.notes import Note, Teller, TierLabel
 from keepstep.checkpoint.progress import Progress
 from keepstep.checkpoint.reader import Damage, Reader
 from keepstep.checkpoint.reshard import Block, Piece
+from keepstep.checkpoint.room import show
 from keepstep.checkpoint.saved import Saved, Seen, complete, on_node, on_shared
 from keepstep.checkpoint.slot import Description, Slot, Version
 from keepstep.checkpoint.tiers.open import open_tier
@@ -189,13 +190,16 @@ class Durable:
         return tell
 
     def _tell_restored(self, reader: Reader, version: Version, total: int, seconds: float) -> None:
-        if self._notes is None:
-            return
         came = reader.from_tier
         label: TierLabel = "local" if came.get("local", 0) > came.get("remote", 0) else "remote"
-        self._notes.tell(
-            Note(what="restored", tier=label, step=version.step, rank=self._rank, bytes=total, seconds=seconds)
-        )
+        if self._rank == 0:
+            where = self._config.policy.local_dir if label == "local" else self._config.policy.dir
+            took = f"{show(total)} in {seconds:.1f} s"
+            print(f"keepstep: goes on from step {version.step} in {where} ({took})", file=sys.stderr, flush=True)
+        if self._notes is not None:
+            self._notes.tell(
+                Note(what="restored", tier=label, step=version.step, rank=self._rank, bytes=total, seconds=seconds)
+            )
 
 
 class _Work:
@@ -284,7 +288,7 @@ class _Work:
         self._files = pair.Pair(snap_dir, self._rank, files=pair.PINNABLE)
         self._slot = self._files.find(version) or self._files.slots[self._files.target(version.step)]
         self._slot.begin()
-        self._slot.grow(self.fit.end)
+        self._slot.reserve(self.fit.end)  # with its pages: faults one by one would cost more than the reading
         self.memory = memoryview(self._slot.memory)
 
     def ship(self, problem: str | None) -> str | None:
