@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from itertools import permutations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepstep.cli.show import show_checkpoints
 from keepstep.controlplane.views import job_view
 from keepstep.model.ids import NodeId
 from keepstep.model.placement import Domain, Host, Placement, domains, fit, judge, place
@@ -235,8 +237,10 @@ def test_the_roster_follows_the_layout() -> None:
     assert job_view(fleet.job)["shared_domains"] == []
 
 
-def test_the_operator_sees_what_could_not_be_had() -> None:
+def test_the_operator_sees_what_could_not_be_had(capsys: pytest.CaptureFixture[str]) -> None:
     """Both nodes in one rack: the copies are there all the same, and the job says what they do not survive."""
     fleet = running(racks={"n0": "a", "n1": "a"})
     (short,) = job_view(fleet.job)["shared_domains"]
     assert short == {"domain": "rack", "nodes": ["n0", "n1"], "why": "every node shares a rack with it"}
+    show_checkpoints(job_view(fleet.job), "table")
+    assert "copies share their rack: n[0-1] (every node shares a rack with it)" in capsys.readouterr().out
