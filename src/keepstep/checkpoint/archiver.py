@@ -39,6 +39,8 @@ from keepstep.model.env import ARCHIVER_FINISH, ARCHIVER_SOCKET, SNAP_DIR
 
 LOOK_S = 1.0
 """How often it looks for pins by itself; the trainers' bell usually is earlier."""
+GATHER_S, GATHER_LOOKS = 0.05, 4
+"""Pauses in which the other ranks of this node may pin the same step, so that their parts are told of as one."""
 NICE = 10
 LOCK_FILE = "archiver.lock"
 """Held for as long as an archiver of this node runs."""
@@ -102,7 +104,7 @@ class Archiver:
 
     def _round(self) -> bool:
         """Write everything that is pinned, oldest step first, and complete what can be; true when anything was done."""
-        pins = self._pins()
+        pins = self._all_pins()
         for version in sorted(pins):
             started = time.monotonic()
             found = [self._scribe.write(path, rank, self._config, self._targets) for rank, path in pins[version]]
@@ -130,6 +132,16 @@ class Archiver:
                 self._finisher.expect(version, parts[0].world_size, took_s=seconds)
             else:
                 say(f"step {version.step}: {len(parts)} parts are in {target.url}, {seconds:.1f} s")
+
+    def _all_pins(self) -> dict[Version, list[tuple[int, Path]]]:
+        """The same, after a moment for ranks of this node that come to the same step a little later."""
+        pins = self._pins()
+        for _ in range(GATHER_LOOKS):
+            if not pins or len(pins[min(pins)]) >= len(pair.ranks_in(self._snap)):
+                break
+            time.sleep(GATHER_S)
+            pins = self._pins()
+        return pins
 
     def _pins(self) -> dict[Version, list[tuple[int, Path]]]:
         """Pinned versions, with the ranks and files that hold them. Also notices that trainers are alive."""

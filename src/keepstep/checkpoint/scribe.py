@@ -24,8 +24,8 @@ from keepstep.checkpoint.source import Source
 from keepstep.checkpoint.target import Target
 from keepstep.checkpoint.todo import Todo
 
-SEAL_WAIT_S = 2.0
-"""How long the keeper may take for the checksums before the archiver computes them itself."""
+SEAL_WAIT_S = 0.3
+"""How long the keeper may take for the checksums before the archiver computes them itself; both come to the same."""
 SEAL_LOOK_S = 0.02
 WRITE_TRIES = 2
 """How often a part is written whose bytes read back otherwise."""
