@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 CHUNK = 4 * 1024 * 1024
 """Bytes per checksum, in memory, on the wire and on disk."""
@@ -16,6 +16,11 @@ CHUNK = 4 * 1024 * 1024
 def digest(data: bytes | bytearray | memoryview) -> int:
     """The checksum of one run of bytes, as an unsigned 64-bit integer."""
     return xxh3_64_intdigest(data)
+
+
+def running() -> xxh3_64:
+    """A checksum that takes its bytes piece by piece, with ``update``; ``intdigest`` is then as ``digest`` of all."""
+    return xxh3_64()
 
 
 def chunks(size: int) -> Iterator[tuple[int, int]]:

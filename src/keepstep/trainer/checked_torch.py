@@ -1,7 +1,7 @@
 """Checked: copies tensors out of a sealed slot, comparing every byte with its checksum on the way.
 
-A chunk is compared and copied by the same thread, one after the other, while it is still in the processor's cache:
-reading it twice costs little more than once.
+A chunk's bytes are added up and copied block by block by the same thread, so that the second reading comes from the
+core's own cache. Whether they were right is known at the chunk's end.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from keepstep.checkpoint import sums
 from keepstep.checkpoint.exceptions import SlotDamaged
 from keepstep.checkpoint.slot import HEADER, Slot, TensorEntry
 from keepstep.trainer.copier_torch import SMALL, Chunk, Copier, Run, move, move_small, plan, runs
+
+BLOCK = 1024 * 1024
+"""Bytes that are added up and then copied; fits a core's own cache. A chunk is a whole number of blocks."""
 
 
 class Checked:
@@ -43,36 +46,48 @@ class Checked:
             self._compare(range(len(self._table or ())))
             self._copier.run(plan(found, odd), sum(run.size for run in found))
             return
-        per_chunk: dict[int, list[Run]] = {number: [] for number in range(len(self._table))}
+        blocks: dict[int, list[Run]] = {}
         for to, start, size in found:
             offset = start - self._base
-            for number in _chunks(offset, offset + size):
-                low, high = max(offset, self._start(number)), min(offset + size, self._start(number + 1))
-                per_chunk[number].append(Run(to + low - offset, self._base + low, high - low))
-        chunks = [self._chunk(number, parts) for number, parts in per_chunk.items()]
-        self._copier.run(chunks, self._end)
+            for block in range((offset - HEADER) // BLOCK, (offset + size - 1 - HEADER) // BLOCK + 1):
+                low, high = max(offset, HEADER + block * BLOCK), min(offset + size, HEADER + (block + 1) * BLOCK)
+                blocks.setdefault(block, []).append(Run(to + low - offset, self._base + low, high - low))
+        per_chunk = sums.CHUNK // BLOCK
+        self._copier.run(
+            [
+                self._chunk(number, [blocks.get(number * per_chunk + i, []) for i in range(per_chunk)])
+                for number in range(len(self._table))
+            ],
+            self._end,
+        )
 
     def _compare(self, numbers: Sequence[int]) -> None:
         if self._table is not None:
             todo = [number for number in numbers if number not in self._sound]
             self._copier.run([self._chunk(number, []) for number in todo], len(todo) * sums.CHUNK)
 
-    def _chunk(self, number: int, parts: list[Run]) -> Chunk:
+    def _chunk(self, number: int, blocks: Sequence[Sequence[Run]]) -> Chunk:
         def copy() -> None:
-            if number not in self._sound:
-                self._look(number)
-            for to, start, size in parts:
-                (move if size > SMALL else move_small)(to, start, size)
+            start, end = self._start(number), min(self._start(number + 1), self._end)
+            found = sums.running() if number not in self._sound else None
+            with memoryview(self._slot.memory) as whole:
+                for index, parts in enumerate(blocks or [()] * (sums.CHUNK // BLOCK)):
+                    low = start + index * BLOCK
+                    if found is not None and low < end:
+                        with whole[low : min(low + BLOCK, end)] as block:
+                            found.update(block)
+                    for to, source, size in parts:
+                        (move if size > SMALL else move_small)(to, source, size)
+            if found is not None:
+                self._judge(number, found.intdigest(), start, end)
 
         return copy
 
-    def _look(self, number: int) -> None:
+    def _judge(self, number: int, found: int, start: int, end: int) -> None:
         assert self._table is not None
-        start, end = self._start(number), min(self._start(number + 1), self._end)
-        with memoryview(self._slot.memory) as whole, whole[start:end] as part:
-            if sums.digest(part) != self._table[number]:
-                step = self._slot.version.step if self._slot.version else -1
-                raise SlotDamaged(f"{self._slot.path} step {step}: bytes {start} to {end} do not match their checksum")
+        if found != self._table[number]:
+            step = self._slot.version.step if self._slot.version else -1
+            raise SlotDamaged(f"{self._slot.path} step {step}: bytes {start} to {end} do not match their checksum")
         self._sound.add(number)
 
     @staticmethod
