@@ -35,7 +35,15 @@ from keepstep.checkpoint.notes import Teller
 from keepstep.checkpoint.peers import Request
 from keepstep.checkpoint.rate import Pace
 from keepstep.checkpoint.scrub import SCRUB_EVERY_S, Scrubber, Traffic
-from keepstep.model.env import CHECKPOINT_FILE, KEEPER_PORT_FILE, KEEPER_SOCKET, REPLICA_DIR, ROSTER_FILE, SNAP_DIR
+from keepstep.model.env import (
+    CHECKPOINT_FILE,
+    KEEPER_PORT_FILE,
+    KEEPER_SOCKET,
+    NODE,
+    REPLICA_DIR,
+    ROSTER_FILE,
+    SNAP_DIR,
+)
 from keepstep.model.topology import Roster
 
 REMEMBERED_ROSTERS = 4
@@ -200,7 +208,8 @@ class Keeper:
 
     @property
     def _node(self) -> str:
-        return self._dir.name
+        """As the agent says; the directory's name may be a hash where the path would have become too long."""
+        return os.environ.get(NODE) or self._dir.name
 
     def _named_target(self, roster: Roster) -> Target | None:
         buddy = _buddy_of(roster, self._node)

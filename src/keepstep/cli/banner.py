@@ -38,17 +38,14 @@ def checkpoints(plan: Plan, nproc: int, free_bytes: int) -> list[str]:
     ckpt = plan.ckpt
     lines = []
     if plan.snapshot_every:
-        kept = ["2 versions"]
-        copies = 2
-        if plan.max_nodes > 1 or plan.standby_nodes:
-            kept, copies = [*kept, "2 of another node's"], copies + 2
-        if ckpt.dir or ckpt.local_dir:
-            kept, copies = [*kept, "1 held for the durable tiers"], copies + 1
-            if ckpt.full_every > 1:
-                kept, copies = [*kept, "1 to take differences from"], copies + 1
+        has_buddy = plan.max_nodes > 1 or plan.standby_nodes > 0
+        durable = bool(ckpt.dir or ckpt.local_dir)
+        kept = room.copies(has_buddy=has_buddy, durable=durable, full_every=ckpt.full_every)
+        copies = sum(kept.values())
+        listed = " + ".join(f"{number} {name}" for name, number in kept.items())
         most = room.show(free_bytes // (copies * nproc))
         lines.append(
-            f"memory per rank: {copies} x its state ({' + '.join(kept)}); {room.show(free_bytes)} free for "
+            f"memory per rank: {copies} x its state ({listed}); {room.show(free_bytes)} free for "
             f"{plural(nproc, 'rank')}: at most {most} of state each"
         )
     places = [where for where in (ckpt.dir, f"{ckpt.local_dir} (each node's)" if ckpt.local_dir else "") if where]

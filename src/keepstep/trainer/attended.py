@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from keepstep.checkpoint.config import CheckpointConfig
+from keepstep.model.env import NODE
 from keepstep.trainer.attendant import LINE_BYTES, LOG, SOCKET, Finish, Finished, FromRank, Hello, Ready, Say, ToRank
 
 CONNECT_S = 30.0
@@ -121,7 +122,7 @@ class Attended:
     def _start(self) -> subprocess.Popen[bytes]:
         """In a session and directory of its own: neither torchrun's signals nor the user's modules reach it."""
         self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+        env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", NODE)}
         env["OMP_NUM_THREADS"] = "1"
         if paths := env.get("PYTHONPATH"):
             env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(p) for p in paths.split(os.pathsep) if p)

@@ -182,6 +182,8 @@ class Level1:
                 ranks=sum(card.node == self._node for card in self._cards),
                 has_buddy=self.has_buddy,
                 room=room.free(self.node_dir) + room.used(self.snap_dir, self.node_dir / env.REPLICA_DIR),
+                durable=self.config.durable,
+                full_every=self.config.policy.full_every,
             )
         except NotEnoughMemory as error:
             say(self.rank, str(error))
