@@ -332,7 +332,7 @@ class Slot:
             self._map()
 
     def fileno(self) -> int:
-        """The file itself, for the kernel to send from."""
+        """The file itself, to see whether it is still the one of that name."""
         return self._fd
 
     def close(self) -> None:

@@ -150,7 +150,7 @@ def _send_range(line: Line, slot: Slot, start: int, end: int, *, serial: int, pa
             raise PeerUnreachable(f"{line.who} is no longer needed")
         if slot.serial != serial:
             raise VersionGone(f"{slot.path.name}: was overwritten while it was sent")
-        line.send_file(slot.fileno(), at, piece)
+        line.send_bulk(slot.memory, at, piece)
         at = piece
 
 
