@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from keepstep.checkpoint import archive, catalog, sums
 from keepstep.checkpoint import delta as codec
 from keepstep.checkpoint.basis import Basis
+from keepstep.checkpoint.bodies import READ_BYTES
 from keepstep.checkpoint.exceptions import (
     GenerationIncomplete,
     ManifestDamaged,
@@ -23,6 +24,7 @@ from keepstep.checkpoint.exceptions import (
     TierFull,
 )
 from keepstep.checkpoint.generation import Part, folder, manifest_name, part_name, payload_name, verified_name
+from keepstep.checkpoint.rate import Pace
 from keepstep.checkpoint.slot import HEADER, Slot, Version
 from keepstep.checkpoint.source import GATHER, Running, Source
 from keepstep.checkpoint.tiers.directory import DirectoryTier
@@ -329,6 +331,16 @@ def test_a_copy_is_the_same_part(tmp_path: Path) -> None:
     with pytest.raises(PayloadDamaged):
         archive.copy_part(near, other, part)
     assert other.objects == {}
+
+
+def test_a_rate_holds_for_writing_and_for_reading_back(tmp_path: Path) -> None:
+    """``--ckpt-rate-remote``: twice the size in bytes, never faster than agreed."""
+    paused: list[float] = []
+    pace = Pace(1_000_000, clock=lambda: sum(paused), sleep=paused.append)
+    write_slot(tmp_path / "rank0.0", V, specs=LARGE)
+    slot = Slot(tmp_path / "rank0.0")
+    part = archive.write_part(MemoryTier(), Source.of_slot(slot), job="job", rank=0, world_size=1, pace=pace)
+    assert sum(paused) >= (2 * part.size - READ_BYTES) / 1_000_000 - 1
 
 
 def test_a_full_tier_keeps_what_is_complete(tmp_path: Path) -> None:

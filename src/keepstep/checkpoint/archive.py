@@ -249,7 +249,7 @@ def verify(
 
 
 def _gather(tier: Tier, version: Version, ranks: Iterable[int]) -> tuple[list[Part], list[PartRef]]:
-    """Descriptions of these ranks, and how a manifest names them."""
+    """Descriptions of these ranks, whose payloads are there in full length, and how a manifest names them."""
 
     def one(rank: int) -> tuple[Part, PartRef]:
         name = part_name(version, rank)
@@ -257,6 +257,9 @@ def _gather(tier: Tier, version: Version, ranks: Iterable[int]) -> tuple[list[Pa
         if data is None:
             raise GenerationIncomplete(f"{tier.where}/{name}: there is no such part")
         part = catalog.check_part(data, f"{tier.where}/{name}", version, rank)
+        size = size_of(tier, payload_name(version, rank, part.kind))
+        if size != part.size:
+            raise PayloadDamaged(f"{tier.where}/{name}: its payload has {size} bytes, {part.size} were written")
         return part, PartRef(rank=rank, sum=sums.digest(data), size=len(data), bytes=part.size)
 
     wanted = list(ranks)
@@ -280,9 +283,6 @@ def _agree(tier: Tier, parts: list[Part], world_size: int) -> None:
             )
         if part.file != payload_name(part.version, part.rank, part.kind).rpartition("/")[2]:
             raise ManifestDamaged(f"{where}: names {part.file!r} as its payload")
-        size = size_of(tier, f"{folder(part.version)}/{part.file}")
-        if size != part.size:
-            raise PayloadDamaged(f"{where}: its payload has {size} bytes, {part.size} were written")
 
 
 def _verified(manifest: Manifest, data: bytes, at_ns: int) -> Verified:
