@@ -61,6 +61,7 @@ class Loop:
         self.done = start
         """Steps committed."""
         self._live: Version | None = None
+        self._written: Version | None = None
         self._advance_due = False
         self._gated = False
         self._replicated = False
@@ -159,15 +160,10 @@ class Loop:
     def _await_durable(self) -> bool:
         """Whether the loop may end; not while a recovery waits, which may need this process's last state."""
         session = self._s
-        if self._live is not None:
+        if self._live is not None and self._live != self._written:
             session.beat.phase(Phase.DONE)
-            until_durable(
-                session.snapshots,
-                self._live,
-                archiver=session.snapshots.archiver,
-                rank=session.rank,
-                stop=self._overtaken,
-            )
+            kept = session.snapshots
+            until_durable(kept, self._live, archiver=kept.archiver, rank=session.rank, stop=self._overtaken)
         return not self._overtaken()
 
     # ---------------------------------------------------------------- one step
@@ -382,6 +378,7 @@ class Loop:
         session = self._s
         assert found.version is not None
         self._live = found.version
+        self._written = found.version if found.durable else None
         self.done = found.version.step
         session.state.touched = False
         self._pacing.restart(self.done, roster.snapshot_every)

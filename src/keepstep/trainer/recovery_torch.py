@@ -41,6 +41,8 @@ class Found(Struct, frozen=True, kw_only=True):
     newest: int
     source: str
     why: str = ""
+    durable: bool = False
+    """A durable tier holds this version as a complete generation; it needs not be written again."""
 
 
 class Restorer:
@@ -97,7 +99,8 @@ class Restorer:
             problem = self._restore(plan, roster, rank, holders, dropped)
             if everybody(problem is None):
                 self._snapshots.forget_after(plan.version)
-                return Found(version=plan.version, newest=plan.newest, source=plan.sources[rank])
+                durable = plan.version in (saved or ())
+                return Found(version=plan.version, newest=plan.newest, source=plan.sources[rank], durable=durable)
             if problem is not None:
                 why = problem
                 print(f"keepstep: rank {rank}: {problem}; asking the next holder", file=sys.stderr, flush=True)
