@@ -32,6 +32,7 @@ class Level1Loop:
         self.done = start
         self._pacing = Pacing(part.snapshots, part.rank, total)
         self._gate = Gate(part.snapshots, part.rank, lambda: False)
+        self._failing = self._handed = False
 
     def run(self) -> Iterator[Step]:
         self._enter()
@@ -85,16 +86,18 @@ class Level1Loop:
         part = self._p
         part.snapshots.settle()
         everybody_is_here()
-        if not part.config.durable or self.done == 0:
-            return
+        whole = part.line.finish(FINISH_S if self._handed_over() else 0.0)
+        if self._handed and whole is not True:
+            say(part.rank, f"step {self.done} is written, but not known to be complete on all nodes")
+
+    def _handed_over(self) -> bool:
+        """Whether the archiver has taken the last step; one that was restored has come from there."""
+        part = self._p
         version = Version(self.done, part.roster.epoch)
-        if version not in part.snapshots.full():
-            return  # what was restored is the last step: it came from there, or has been handed over before
-        archiver = part.node_dir / env.ARCHIVER_SOCKET
-        if until_durable(part.snapshots, version, archiver=archiver, rank=part.rank, stop=lambda: False):
-            whole = part.line.finish(FINISH_S)
-            if whole is not True:
-                say(part.rank, f"step {self.done} is written, but not known to be complete on all nodes")
+        if part.config.durable and self.done > 0 and version in part.snapshots.full():
+            archiver = part.node_dir / env.ARCHIVER_SOCKET
+            self._handed = until_durable(part.snapshots, version, archiver=archiver, rank=part.rank, stop=lambda: False)
+        return self._handed
 
     # ---------------------------------------------------------------- one step
 
@@ -111,10 +114,13 @@ class Level1Loop:
         part.state.touched = False
         try:
             self._save(Version(done, part.roster.epoch))
+            self._failing = False
         except (StateNotPlain, StateMismatch):
             raise
         except (CheckpointError, OSError) as error:
-            say(part.rank, f"no snapshot of step {done}: {error}")
+            if not self._failing:
+                say(part.rank, f"no snapshot of step {done}: {error}; training goes on, this is said once")
+            self._failing = True
         self._pacing.agree(done)
         if part.has_buddy:
             self._gate.look(done)
@@ -124,9 +130,10 @@ class Level1Loop:
         pacing.step()
         full = first or pacing.full(version.step)
         if full:
-            # Before the version before the last is overwritten, all ranks must hold the last one whole.
-            part.snapshots.await_copy()
-            everybody_is_here()
+            if not first:
+                # Before the version before the last is overwritten, all ranks must hold the last one whole.
+                part.snapshots.await_copy()
+                everybody_is_here()
             part.snapshots.save(
                 part.state,
                 version,

@@ -113,6 +113,9 @@ class Level1:
         )
         if problem := line.open():
             say(self.rank, f"{problem}; training goes on without copies on other nodes and durable checkpoints")
+            with contextlib.suppress(OSError):  # so that whoever starts here next gives the memory back
+                self.node_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+                (self.node_dir / nodedir.OWNER).touch()
         self._leader = leader
         return line
 
