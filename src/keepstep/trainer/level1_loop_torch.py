@@ -134,6 +134,8 @@ class Level1Loop:
                 # Before the version before the last is overwritten, all ranks must hold the last one whole.
                 part.snapshots.await_copy()
                 everybody_is_here()
+                if version.step < self._total:  # the last step is handed over at the end of the loop
+                    pacing.agree_to_hold(version.step)
             part.snapshots.save(
                 part.state,
                 version,
@@ -142,7 +144,7 @@ class Level1Loop:
                 ring=part.has_buddy,
                 world_size=part.who.world_size,
                 overlap=pacing.overlap and not first,
-                pin=pacing.durable(version.step) and not first and version.step < self._total,  # the last: at the end
+                pin=not first and version.step == pacing.held,
             )
         pacing.saved(full=full)
 
