@@ -23,6 +23,8 @@ class Store:
         """Status and S3 error code for the next requests, one each."""
         self.always: tuple[int, str] | None = None
         """The same for every request."""
+        self.asleep: threading.Event | None = None
+        """While there is one, no request is answered until it is set."""
         self.requests: list[str] = []
         self.lock = threading.Lock()
 
@@ -63,6 +65,8 @@ class _Handler(BaseHTTPRequestHandler):
         with self.store.lock:
             self.store.requests.append(f"{self.command} {self.key}")
             mood = self.store.always or (self.store.moods.popleft() if self.store.moods else None)
+        if self.store.asleep is not None:
+            self.store.asleep.wait(30)
         if mood is not None:
             code = f"<?xml version='1.0'?><Error><Code>{mood[1]}</Code><Message>{mood[1]}</Message></Error>"
             self._answer(mood[0], code.encode())

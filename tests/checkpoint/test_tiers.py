@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -357,6 +358,22 @@ def test_a_store_that_is_not_there_is_away(monkeypatch: pytest.MonkeyPatch) -> N
         point_at(monkeypatch, f"http://127.0.0.1:{free.getsockname()[1]}")
         with pytest.raises(TierAway, match="s3://bucket/p"):
             open_tier("s3://bucket/p", budget_s=0).put("a", [b"a"])
+
+
+def test_a_store_that_falls_silent_is_away(cloud: s3.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took the request and does not answer: the limit of one request ends the wait."""
+    from keepstep.checkpoint.tiers import remote_obstore
+
+    monkeypatch.setattr(remote_obstore, "REQUEST_S", 0.2)
+    tier = open_tier("s3://bucket/p", budget_s=0)
+    cloud.asleep = threading.Event()
+    try:
+        with pytest.raises(TierAway, match="s3://bucket/p/a"):
+            tier.put("a", [b"a"])
+        with pytest.raises(TierAway):
+            tier.get("a")
+    finally:
+        cloud.asleep.set()
 
 
 def test_parts_grow_where_an_object_would_need_too_many(cloud: s3.Store, monkeypatch: pytest.MonkeyPatch) -> None:

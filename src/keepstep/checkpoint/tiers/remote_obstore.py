@@ -37,8 +37,8 @@ REQUEST_S = 60.0
 CONNECT_S = 5.0
 STORE_RETRIES = 1
 """Tries inside the library; patience beyond that is the tier's own (``retry``)."""
-_FULL = ("insufficientstorage", "507", "quotaexceeded", "quota exceeded", "no space left")
-_DENIED = ("403 forbidden", "401 unauthorized", "accessdenied", "nosuchbucket", "invalidaccesskeyid", "301 ")
+_FULL = ("insufficientstorage", "507 insufficient", "quotaexceeded", "quota exceeded", "no space left")
+_DENIED = ("403 forbidden", "401 unauthorized", "accessdenied", "nosuchbucket", "invalidaccesskeyid", "301 moved")
 Config = dict[str, str]
 
 
