@@ -49,7 +49,8 @@ def test_a_killed_job_goes_on_from_its_newest_checkpoint_with_the_same_losses(
 
 
 def test_another_number_of_ranks_takes_up_the_same_state(make_cluster: MakeCluster, tmp_path: Path) -> None:
-    """Two ranks of FSDP2 finish, three go on: what they gather before their first step is what the two had."""
+    """Two ranks of FSDP2 finish, three go on: what they gather before their first step is what the two had. Started
+    once more there is nothing to do, and nothing is written again."""
     place, out = tmp_path / "ckpt", tmp_path / "out"
     for world, steps in ((2, 9), (3, 11)):
         cluster = make_cluster(
@@ -67,3 +68,21 @@ def test_another_number_of_ranks_takes_up_the_same_state(make_cluster: MakeClust
     (two, three) = [{(out / f"9.{world}.{rank}").read_text() for rank in range(world)} for world in (2, 3)]
     assert len(two) == 1
     assert two == three
+    before = manifest(place, 11)
+    cluster = make_cluster(
+        "over",
+        script=Path(__file__).with_name("sharded_train.py"),
+        args=("--steps", "11", "--out", str(out)),
+        nodes=1,
+        nproc=3,
+        flags=("--standbys", "0", "--ckpt-dir", str(place), "--ckpt-every", "4"),
+    )
+    cluster.start()
+    assert cluster.wait(LIMIT_S) == {"node-0": 0}, cluster.tail()
+    assert manifest(place, 11) == before, "a job with nothing left to do wrote its checkpoint anew"
+
+
+def manifest(place: Path, step: int) -> tuple[int, int]:
+    """Which file it is, and since when."""
+    (path,) = place.glob(f"step-{step:012d}.*/manifest.json")
+    return path.stat().st_ino, path.stat().st_mtime_ns

@@ -7,7 +7,6 @@ what happened is told once per copy.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from bisect import bisect_right
@@ -357,8 +356,3 @@ class Reader:
     def _workers(self) -> int:
         remote = all(tier.path(generation.MANIFEST) is None for tier in self._tiers)
         return REMOTE_WORKERS if remote else min(WORKERS, 2 * (os.cpu_count() or 1))
-
-    def close(self) -> None:
-        """Let go of buffers; the reader may be used again."""
-        with contextlib.suppress(AttributeError):
-            self._scratch = threading.local()

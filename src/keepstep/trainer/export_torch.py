@@ -8,6 +8,7 @@ what is no tensor as pickle: import only what you trust.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ def export(whole: Whole, directory: Path, *, weights_only: bool = False, progres
         memory = _staged(stage, size)
         whole.fill(list(zip(wanted, offsets, strict=True)), memory.numpy().data, progress)
         tensors = [(one, _view(memory, one, offset)) for one, offset in zip(wanted, offsets, strict=True)]
-        save(_tree(whole, tensors, weights_only), checkpoint_id=str(directory), no_dist=True)
+        with warnings.catch_warnings():  # that this is one process is meant
+            warnings.simplefilter("ignore", UserWarning)
+            save(_tree(whole, tensors, weights_only), checkpoint_id=str(directory), no_dist=True)
     finally:
         stage.unlink(missing_ok=True)
     return sum(one.nbytes for one in wanted)

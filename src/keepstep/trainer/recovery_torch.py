@@ -78,10 +78,11 @@ class Restorer:
         holders = self._peers(roster, rank) if newcomer else {}
         dropped: set[Version] = set()
         saved: tuple[Version, ...] | None = None
+        unreadable: CannotResume | None = None
         why = ""
         for _ in range(MAX_ROUNDS):
             if saved is None and all_new and self._durable is not None:
-                saved = self._durable.look(rank, roster.world_size)
+                saved, unreadable = self._look(rank, roster.world_size)
             mine = self._holdings(roster, live, holders, saved or (), dropped, newcomer)
             rows = self._exchange(mine, roster.world_size, rank)
             plan = agree.choose(rows)
@@ -90,6 +91,8 @@ class Restorer:
                 continue
             self.agree_ms = (time.monotonic() - began) * 1e3
             if plan is None:
+                if unreadable is not None:
+                    raise unreadable
                 if saved:
                     raise CannotResume(
                         f"no checkpoint in {self._durable.where if self._durable else ''} could be read: {why}; "
@@ -108,6 +111,14 @@ class Restorer:
         raise CannotResume(f"no holder of a common step could be read in {MAX_ROUNDS} rounds")
 
     # ---------------------------------------------------------------- what there is
+
+    def _look(self, rank: int, world_size: int) -> tuple[tuple[Version, ...], CannotResume | None]:
+        """What durable tiers hold. That they cannot be read is an error only where memory has nothing either."""
+        assert self._durable is not None
+        try:
+            return self._durable.look(rank, world_size), None
+        except CannotResume as error:
+            return (), error
 
     def _holdings(
         self,
