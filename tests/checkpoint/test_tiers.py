@@ -376,6 +376,17 @@ def test_a_store_that_falls_silent_is_away(cloud: s3.Store, monkeypatch: pytest.
         cloud.asleep.set()
 
 
+def test_other_clouds_open_too_and_say_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their requests go through the same code; what differs is how they are named and configured."""
+    pytest.importorskip("obstore")
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    assert open_tier("gs://bucket/prefix").where == "gs://bucket/prefix"
+    with pytest.raises(TierDenied, match="AZURE_STORAGE_ACCOUNT_NAME"):
+        open_tier("az://container/prefix")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    assert open_tier("az://container/prefix").label == "remote"
+
+
 def test_parts_grow_where_an_object_would_need_too_many(cloud: s3.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """S3 takes ten thousand parts; a rank's state may be larger than ten thousand small ones."""
     from keepstep.checkpoint.tiers import remote_obstore

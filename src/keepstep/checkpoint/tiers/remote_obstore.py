@@ -69,7 +69,10 @@ class RemoteTier:
                 else make(url, config=config, client_options=options, retry_config=retry)
             )
         except (BaseError, ValueError) as error:
-            raise TierDenied(f"{url}: {_first_line(error)}") from error
+            raise TierDenied(
+                f"{url}: {_first_line(error)}; the store's settings come from the environment (AWS_..., GOOGLE_..., "
+                f"AZURE_STORAGE_ACCOUNT_NAME)"
+            ) from error
 
     def put(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
         part = max(SINGLE_PUT, -(-2 * int(getattr(chunks, "size_hint", 0)) // MAX_PARTS))
