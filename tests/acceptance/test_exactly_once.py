@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -64,10 +67,63 @@ def test_killed_ranks_leave_no_sample_out_and_use_none_twice(tmp_path: Path, mak
     assert_log_folds_to_one_state(cluster.run_dir)
 
 
-def read(out: Path) -> dict[tuple[str, int, int], list[int]]:
+STAGES = ((2, 3, 30), (3, 4, 48))
+"""(ranks, batch size, the step at which this stage ends)"""
+
+
+def test_another_number_of_ranks_goes_on_behind_the_last_sample(tmp_path: Path) -> None:
+    """Two ranks, then three with another batch size, from a durable checkpoint: every kind of data goes on where both
+    ranks were, and each pass has each sample once."""
+    used: dict[str, list[int]] = {}
+    began = 0
+    for ranks, batch, end in STAGES:
+        out = tmp_path / f"used-{ranks}"
+        out.mkdir()
+        run_stage(tmp_path, ranks, "--batch", str(batch), "--steps", str(end), "--out", str(out))
+        found = read(out, ranks)
+        assert {step for _, step, _ in found} == set(range(began, end))
+        for name in ("map", "loader", "kept", "stream", "shards"):
+            used.setdefault(name, []).extend(
+                s for step in range(began, end) for rank in range(ranks) for s in found[name, step, rank]
+            )
+        began = end
+    total = sum(ranks * batch * (end - start) for (ranks, batch, end), start in zip(STAGES, (0, 30), strict=True))
+    for name, line in used.items():
+        assert len(line) == total
+        if name != "shards":
+            assert_passes(name, line, SAMPLES)
+    counts = Counter(used["shards"])
+    assert set(counts) == set(range(SAMPLES // SHARDS * SHARDS))
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def run_stage(home: Path, ranks: int, *args: str) -> None:
+    """The script under no agent, one process per rank, with durable checkpoints."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("KEEPSTEP_")}
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    names = {"KEEPSTEP_JOB_NAME": "stages", "KEEPSTEP_RUNTIME_DIR": str(home / "runtime")}
+    command = [sys.executable, str(HERE / "exact_train.py"), "--dir", str(home / "ckpt"), *args]
+    started = [
+        subprocess.Popen(
+            command, env={**kept, **common, **names, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=START_LIMIT_S)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * ranks, said
+
+
+def read(out: Path, world: int = WORLD) -> dict[tuple[str, int, int], list[int]]:
     """(kind of data, step, rank) to the samples that the committed try of the step used."""
     used: dict[tuple[str, int, int], list[int]] = {}
-    for rank in range(WORLD):
+    for rank in range(world):
         for line in (out / f"rank_{rank}").read_text().splitlines():
             name, step, *samples = line.split()
             used[name, int(step), rank] = [int(sample) for sample in samples]
