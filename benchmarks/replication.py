@@ -30,6 +30,7 @@ from pathlib import Path
 from benchmarks.progress import until
 from keepstep.checkpoint import pair
 from keepstep.checkpoint.slot import HEADER, Description, Slot, Version
+from keepstep.cli.demo_cluster import end_on_sigterm
 from keepstep.model.env import KEEPER_PORT_FILE, KEEPER_SOCKET, SNAP_DIR
 
 LIMIT_S = 120.0
@@ -57,7 +58,7 @@ class Keepers:
     def _start(self, node: str, *more: str) -> int:
         home = self.root / node
         words = [sys.executable, "-m", "keepstep.checkpoint.keeper", "--host", "127.0.0.1", "--node-dir", str(home)]
-        self.processes.append(subprocess.Popen([*words, *more]))
+        self.processes.append(subprocess.Popen([*words, *more, "--linger-s", str(LIMIT_S)]))
         path = home / KEEPER_PORT_FILE
         until(path.exists, LIMIT_S, f"keeper {node}", lambda: "")
         return int(path.read_text())
@@ -162,6 +163,7 @@ def main() -> None:
     ask.add_argument("--rounds", type=int, default=2, help="how often the lanes take turns")
     ask.add_argument("--json", action="store_true")
     args = ask.parse_args()
+    end_on_sigterm()
     report = measure(args.size_mb, args.repeats, args.rounds, lambda text: print(text, file=sys.stderr, flush=True))
     if args.json:
         print(json.dumps(report))
