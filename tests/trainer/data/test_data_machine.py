@@ -214,5 +214,5 @@ class ShardHistory(History):
 def test_every_sample_is_used_exactly_once_per_pass(history: type[History]) -> None:
     """Whatever the order of steps, recoveries and changes of size: committed steps use each sample once in a pass."""
     run_state_machine_as_test(
-        history, settings=settings(max_examples=80, stateful_step_count=20, deadline=None, derandomize=True)
+        history, settings=settings(max_examples=60, stateful_step_count=20, deadline=None, derandomize=True)
     )
