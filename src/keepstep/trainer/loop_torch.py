@@ -277,7 +277,7 @@ class Loop:
                 overlap=self._pacing.overlap,
                 pin=step == self._pacing.held,
             )
-        if every != 1 and (every > 1 or session.state.replicated):
+        elif every != 1 and (every > 1 or session.state.replicated):
             session.snapshots.save(session.state, version, key=session.roster.key, full=False, ring=False)
         self._pacing.saved(full=full)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from keepstep.checkpoint.config import CheckpointConfig
+from keepstep.checkpoint.slot import Version
 from keepstep.model.ids import JobId
 from keepstep.trainer import loop_torch
 from keepstep.trainer.loop_torch import Loop
@@ -24,7 +25,7 @@ class Told:
         self.state = SimpleNamespace(replicated=replicated, settle_buckets=lambda: say("buckets"), touched=True)
         self.snapshots = SimpleNamespace(
             await_copy=lambda: say("await copy"),
-            save=lambda *_, **how: say("save"),
+            save=lambda *_, **how: say("save" if how["full"] else "save private part"),
             replicated=lambda: say("on another node?") or True,
             lag=lambda: (0, 0),
             held=list,
@@ -79,3 +80,15 @@ def test_a_commit_says_that_it_is_here_only_when_its_last_copy_is_complete(monke
     loop = loop_of(session)
     loop.commit(step, 0.5)
     assert session.said == ["await copy", "everybody is here", "buckets", "loss", "save"]
+
+
+def test_a_step_is_saved_once() -> None:
+    """Between full snapshots the private part is kept; a full one has it in it, and a second save at the same commit
+    would wait for the first one's copy."""
+    session = Told(replicated=True, buddy=False)
+    session.roster.snapshot_every = 4
+    loop = loop_of(session)
+    loop._pacing.restart(0, 4)
+    for step in range(3, 6):
+        loop._save(Version(step, 1))
+    assert session.said == ["save private part", "save", "save private part"]
