@@ -154,7 +154,7 @@ class Zygote:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)  # it may still be importing torch, on a busy machine
 
 
 if __name__ == "__main__":
