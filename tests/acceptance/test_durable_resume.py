@@ -9,6 +9,7 @@ from tests.acceptance.checks import WORLD, MakeCluster
 
 from keepstep.checkpoint import catalog
 from keepstep.checkpoint.tiers.directory import DirectoryTier
+from keepstep.cli import ckpt_place
 from keepstep.cli.demo_watch import differences
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(300)]
@@ -46,6 +47,7 @@ def test_a_killed_job_goes_on_from_its_newest_checkpoint_with_the_same_losses(
     found = differences(again.run_dir, undisturbed, world_size=WORLD, steps=range(start, TOTAL))
     assert not found, f"{len(found)} differ, first: {found[:3]}"
     assert newest(place) == TOTAL, "the last step is durable when the job has ended"
+    assert ckpt_place.place("", "again", str(again.run_dir.parents[1])).tier.where == str(place)
 
 
 def test_another_number_of_ranks_takes_up_the_same_state(make_cluster: MakeCluster, tmp_path: Path) -> None:
