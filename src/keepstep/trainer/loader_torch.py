@@ -87,7 +87,7 @@ class StepLoader(Dealt):
             "worker_init_fn": self._begin if num_workers else None,
         }
         self._seeded = _Seeded(dataset, seed)
-        self._persistent, self._workers = persistent_workers, num_workers
+        self._workers = num_workers
         self._loader: DataLoader[Any] = self._make()
         self._iterator: Iterator[Any] | None = None
 
