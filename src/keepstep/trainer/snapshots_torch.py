@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import socket
 import sys
 import time
@@ -72,7 +73,7 @@ class Snapshots:
         """What this process has waited for snapshots so far."""
         self.copied_s: float | None = None
         """How long the last blocking copy of a full version took; ``None`` when it was not one."""
-        atexit.register(_settle_at_exit, weakref.ref(self))
+        atexit.register(_settle_at_exit, weakref.ref(self), os.getpid())
 
     # ---------------------------------------------------------------- before the first step
 
@@ -385,6 +386,7 @@ def _nothing() -> None:
     pass
 
 
-def _settle_at_exit(snapshots: weakref.ReferenceType[Snapshots]) -> None:
-    if (found := snapshots()) is not None:
+def _settle_at_exit(snapshots: weakref.ReferenceType[Snapshots], pid: int) -> None:
+    """Not in a child that the script has forked: it has the copy's books, but neither its thread nor its right."""
+    if os.getpid() == pid and (found := snapshots()) is not None:
         found.settle(EXIT_WAIT_S)

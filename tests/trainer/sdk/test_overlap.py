@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import signal
@@ -224,6 +225,29 @@ def test_what_goes_wrong_beside_a_step_is_raised_by_the_next_save(run: Two, monk
     with pytest.raises(OSError, match="went away"):
         run.save(2)
     assert run.keep.full() == ()
+
+
+def test_a_forked_child_leaves_the_copy_alone(run: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that the script forks while a copy is under way, and that ends in good order, neither waits for it nor
+    copies its own memory over the version."""
+    run.train()
+    expected = run.values()
+    held = Held(monkeypatch)
+    run.save(1)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with torch.no_grad():
+                run.one.weight.zero_()
+            held.go.set()
+            atexit._run_exitfuncs()
+        finally:
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    held.go.set()
+    run.keep.settle()
+    run.keep.load(run.state, Version(1, 1), shards=True)
+    assert same(run.values(), expected)
 
 
 def train_for_ever(directory: Path, pipe: int) -> None:
