@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -194,3 +195,34 @@ def test_kill_9_of_a_writer_leaves_a_whole_version(tmp_path: Path) -> None:
         assert newest >= last
         last = newest
     assert last > KILLS
+
+
+def test_sealer_that_was_held_up_writes_into_nothing_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped right before it puts the table there, while a larger version is completed and sealed: that one stays."""
+    slot = Slot(tmp_path / "rank0.0", create=True)
+    fill(slot, Version(1, 1), 1, 100)
+    real, done = os.replace, []
+
+    def overtake() -> None:
+        newer = Slot(slot.path)
+        fill(newer, Version(3, 1), 2, 9000)
+        newer.seal()
+        newer.close()
+
+    def late(source: str | Path, target: str | Path) -> None:
+        if not done:
+            done.append(True)
+            other = threading.Thread(target=overtake)
+            other.start()
+            other.join()
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    slot.seal()
+    slot.refresh()
+    assert slot.version == Version(3, 1)
+    with pytest.raises(SlotInvalid):  # it has the table of another version: as good as none, until it is sealed again
+        slot.verify()
+    slot.seal()
+    slot.verify()
+    assert slot.memory[HEADER : HEADER + 9000] == bytes([2]) * 9000

@@ -4,9 +4,10 @@ A rank owns two such files and always writes the one that nobody would resume fr
 cleared before the first byte changes and set, by a single eight-byte store, after the last one: a writer that is
 killed at any instant leaves this version invalid and the other one intact.
 
-Layout: one page of header | tensors, each aligned to 64 bytes | description (msgpack) | checksums per chunk. The first
-three are the version; the keeper *seals* it by adding the checksums, and copies the bytes as they are to another node,
-where they mean the same.
+Layout: one page of header | tensors, each aligned to 64 bytes | description (msgpack). The keeper *seals* a version by
+adding the checksums of its chunks, and copies the bytes as they are to another node, where they mean the same. The
+checksums are a small file beside the slot, put there whole: a sealer that was held up while the trainer went on must
+not be able to write into what came after.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -30,7 +32,7 @@ MAGIC = 0x4B53_534C_4F54_0002
 GROWTH = 1.02
 """A file that has to grow gets a little more than asked: small state of varying size must not re-map each step."""
 
-_MAGIC, _STATE, _STEP, _EPOCH, _DATA, _META, _META_SUM, _ACKED, _SERIAL, _SEALED, _SUMS_SUM, _PIN = range(12)
+_MAGIC, _STATE, _STEP, _EPOCH, _DATA, _META, _META_SUM, _ACKED, _SERIAL, _SEALED, _PIN = range(11)
 _WORDS = 16
 _IDENTITY = (_MAGIC, _STEP, _EPOCH, _DATA, _META, _META_SUM)
 _FORMAT = struct.Struct(f"<{len(_IDENTITY)}q")
@@ -105,6 +107,7 @@ class Slot:
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         self.path = path
+        self._table = path.with_name(f"{path.name}.sums")
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         self._fd = os.open(path, flags, 0o600)
         try:
@@ -168,14 +171,14 @@ class Slot:
             The description as ``complete`` takes it, too.
         """
         body = _encode(description)
-        self.grow(_whole(data_end + len(body)))
+        self.grow(data_end + len(body))
         return body
 
     def complete(self, version: Version, data_end: int, description: Description | bytes) -> None:
         """Add the description behind the data and make the version count, in this order."""
         body = description if isinstance(description, bytes) else _encode(description)
         end = data_end + len(body)
-        self.grow(_whole(end))
+        self.grow(end)
         self.memory[data_end:end] = body
         self._words[_STEP] = version.step
         self._words[_EPOCH] = version.epoch
@@ -210,15 +213,18 @@ class Slot:
         if version is None:
             raise SlotInvalid(f"{self.path}: incomplete; there is nothing to seal")
         self.refresh()
-        end = self.used
-        found = list(table) if table is not None else self._compute(end)
-        body = b"".join(_SUM.pack(_signed(number)) for number in found)
-        start = align(end)
-        self.grow(start + len(body))
-        if self.serial != serial:
-            raise SlotInvalid(f"{self.path}: was overwritten while it was being sealed")
-        self.memory[start : start + len(body)] = body
-        self._words[_SUMS_SUM] = _signed(sums.digest(body))
+        found = list(table) if table is not None else self._compute(self.used)
+        body = _SUM.pack(serial) + b"".join(_SUM.pack(_signed(number)) for number in found)
+        fresh = self._table.with_name(f"{self._table.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            fresh.write_bytes(_SUM.pack(_signed(sums.digest(body))) + body)
+            if self.serial != serial:
+                raise SlotInvalid(f"{self.path}: was overwritten while it was being sealed")
+            os.replace(fresh, self._table)
+        except OSError as error:
+            raise SlotFull(f"{self.path}: no room for its checksums ({error.strerror}); free memory") from error
+        finally:
+            fresh.unlink(missing_ok=True)
         self._words[_SEALED] = serial
 
     @property
@@ -235,12 +241,18 @@ class Slot:
         """
         if not self.sealed:
             raise SlotInvalid(f"{self.path}: has no checksums yet")
-        self.refresh()
-        start = align(self.used)
-        body = self.memory[start : start + _SUM.size * _count(self.used)]
-        if _signed(sums.digest(body)) != self._words[_SUMS_SUM]:
+        serial, expected = self.serial, _count(self.used)
+        try:
+            data = self._table.read_bytes()
+        except OSError as error:
+            raise SlotInvalid(f"{self.path}: its checksums cannot be read: {error}") from error
+        digest, body = data[: _SUM.size], data[_SUM.size :]
+        if digest != _SUM.pack(_signed(sums.digest(body))):
             raise SlotDamaged(f"{self.path}: the table of checksums is damaged")
-        return [number & _MASK for (number,) in _SUM.iter_unpack(body)]
+        found = [number for (number,) in _SUM.iter_unpack(body)]
+        if found[0] != serial or len(found) != expected + 1:
+            raise SlotInvalid(f"{self.path}: its checksums are those of another version")
+        return [number & _MASK for number in found[1:]]
 
     def verify(self) -> None:
         """Compare every byte of a sealed version with its checksum.
@@ -374,11 +386,6 @@ def _signed(number: int) -> int:
 
 def _count(end: int) -> int:
     return -(-(end - HEADER) // sums.CHUNK)
-
-
-def _whole(end: int) -> int:
-    """Size of a file with a version that ends there; the sealer must not have to map it anew under the writer."""
-    return align(end) + _SUM.size * _count(end)
 
 
 def _identity(words: memoryview) -> int:
