@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import socket
 import sys
@@ -93,8 +94,7 @@ class Snapshots:
         missing = [slot for slot in self._full.slots if slot.version is None]
 
         def touch() -> None:
-            for slot in missing:
-                slot.reserve(size)
+            self._copier.run([functools.partial(slot.reserve, size) for slot in missing], size)
 
         if not later:
             touch()

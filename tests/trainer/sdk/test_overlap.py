@@ -227,6 +227,22 @@ def test_what_goes_wrong_beside_a_step_is_raised_by_the_next_save(run: Two, monk
     assert run.keep.full() == ()
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_files_are_made_before_the_first_step(run: Two, later: bool) -> None:
+    """All of a version's memory is there beforehand: the first snapshots neither grow the files nor map them anew."""
+    size = 40 * 1024 * 1024
+    run.keep.reserve(size, later=later)
+    run.keep.settle()
+    before = [(slot.memory, os.stat(slot.path).st_blocks * 512) for slot in run.keep._full.slots]
+    assert all(blocks >= size for _, blocks in before)
+    run.train()
+    for step in range(1, 4):
+        run.save(step)
+        run.train()
+    run.keep.settle()
+    assert all(slot.memory is memory for slot, (memory, _) in zip(run.keep._full.slots, before, strict=True))
+
+
 def test_a_forked_child_leaves_the_copy_alone(run: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that the script forks while a copy is under way, and that ends in good order, neither waits for it nor
     copies its own memory over the version."""
