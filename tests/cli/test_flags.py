@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec import structs
 
+from keepstep.checkpoint import lease
 from keepstep.cli import flags, policy
 from keepstep.cli.banner import checkpoints
 from keepstep.cli.errors import DoorError, PreflightError, UsageError
@@ -351,6 +355,25 @@ class TestCheckpoints:
         (tmp_path / "file").write_text("")
         with pytest.raises(PreflightError, match=r"--ckpt-dir .*file/x cannot be written"):
             policy.check(CheckpointPolicy(dir=str(tmp_path / "file" / "x")))
+
+    def test_a_directory_that_another_running_job_writes_to_is_told_of(self, tmp_path: Path) -> None:
+        """Not the job's own, not what a dead or silent writer left, not what nobody has written."""
+        asked = CheckpointPolicy(dir=str(tmp_path), local_dir="s3://never-asked/x")
+        assert policy.taken(asked, "mine") == []
+        living = lease.mine("other", "1", time.time_ns())
+        for found, job, said in (
+            (living, "mine", True),
+            (living, "other", False),
+            (structs.replace(living, start="1"), "mine", False),
+            (structs.replace(living, at_ns=living.at_ns - int(lease.LEASE_S * 1e9)), "mine", False),
+        ):
+            (tmp_path / lease.LEASE).write_bytes(msgspec.json.encode(found))
+            remarks = policy.taken(asked, job)
+            assert len(remarks) == said
+            assert not said or "--ckpt-dir" in remarks[0]
+            assert not said or "is being written by job other" in remarks[0]
+        assert policy.taken(CheckpointPolicy(dir=str(tmp_path / "new")), "mine") == []
+        assert not (tmp_path / "new").exists()
 
     def test_the_banner_shows_the_arithmetic(self) -> None:
         """What memory is taken and where generations go is said before the run."""

@@ -19,6 +19,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from keepstep.checkpoint import pair
 from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.exceptions import CheckpointError, SlotInvalid
 from keepstep.checkpoint.finisher import Finisher
+from keepstep.checkpoint.lease import CHECK_S
 from keepstep.checkpoint.notes import Teller
 from keepstep.checkpoint.scribe import Scribe, Written
 from keepstep.checkpoint.slot import Slot, Version
@@ -72,6 +74,8 @@ class Archiver:
         """Work until told to end (``finish`` on the socket, SIGTERM), nothing is left, or nobody is there any more."""
         signal.signal(signal.SIGTERM, self._on_signal)
         bell = self._bell()
+        ending = threading.Event()
+        threading.Thread(target=self._renew, args=(ending,), name="lease", daemon=True).start()
         try:
             self._read_config()
             for one in self._scribe.catch_up(self._targets):
@@ -83,10 +87,19 @@ class Archiver:
                     return
                 self._wait(bell, busy)
         finally:
+            ending.set()
+            for target in self._targets:
+                target.release()
             bell.close()
             with contextlib.suppress(OSError):
                 (self._dir / ARCHIVER_SOCKET).unlink()
             self._teller.close()
+
+    def _renew(self, ending: threading.Event) -> None:
+        """Keep the leases fresh while one generation takes long. A tier that hangs hangs this thread, too."""
+        while not ending.wait(CHECK_S):
+            for target in self._targets:
+                target.renew()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._finishing:
@@ -110,7 +123,7 @@ class Archiver:
             found = [self._scribe.write(path, rank, self._config, self._targets) for rank, path in pins[version]]
             self._after(version, [one for one in found if one is not None], time.monotonic() - started)
         shared = self._shared()
-        if shared is not None and not self._finisher.scanned and (self._snap / "rank0.0").exists():
+        if shared is not None and not self._finisher.scanned and self._has_first_rank:
             try:
                 self._finisher.scan(shared)
             except CheckpointError as error:
@@ -167,6 +180,11 @@ class Archiver:
                 if path.exists():
                     yield rank, path
 
+    @property
+    def _has_first_rank(self) -> bool:
+        """This node completes the generations of the shared tier."""
+        return (self._snap / "rank0.0").exists()
+
     def _shared(self) -> Target | None:
         return next((target for target in self._targets if not target.by_itself), None)
 
@@ -182,6 +200,8 @@ class Archiver:
         if config != self._config or not self._targets:
             self._config = config
             self._targets = targets(config, self._seen, say, self._targets)
+        for target in self._targets:
+            target.claim.leads = target.by_itself or self._has_first_rank
 
     # ---------------------------------------------------------------- the bell
 

@@ -80,3 +80,7 @@ class TierDenied(TierError):
 
 class TierAway(TierError):
     """The place does not answer, or is too slow: a vanished mount, a network, a throttling server. May come back."""
+
+
+class TierHeld(TierError):
+    """Another run writes there now. Its place is not written to until that run has ended."""

@@ -84,7 +84,7 @@ class Finisher:
         """Once per process: take up what an earlier archiver of rank 0 had not finished."""
         if self._scanned:
             return
-        tier = target.open()
+        tier = target.admitted()
         found = catalog.read(tier)
         newest = catalog.newest(found)
         for generation in found:
@@ -107,7 +107,7 @@ class Finisher:
                 continue
             try:
                 known = catalog.look(target.open(), pending.version).verified
-                manifest = archive.complete(target.open(), pending.version, pending.world_size)
+                manifest = archive.complete(target.admitted(), pending.version, pending.world_size)
             except TierError as error:
                 target.failed(error)
                 self._later(pending, target, error)
@@ -145,7 +145,7 @@ class Finisher:
         """Remove what retention lets go. Never raises for a tier's troubles."""
         busy = [*writing, *self._pending]
         try:
-            done = collect.collect(target.open(), config.policy, writing=busy, by_itself=target.by_itself)
+            done = collect.collect(target.admitted(), config.policy, writing=busy, by_itself=target.by_itself)
         except CheckpointError as error:
             target.failed(error)
             return
@@ -162,7 +162,7 @@ class Finisher:
         self._tell(Note(what="saved", tier=target.label, step=version.step, bytes=sum(sizes)))
         self._say(f"step {version.step} is durable in {target.url}: {show(sum(sizes))} of this node's ranks")
         try:
-            archive.complete(target.open(), version, world_size)
+            archive.complete(target.admitted(), version, world_size)
             self._tell(Note(what="verified", tier=target.label, step=version.step, bytes=sum(sizes)))
         except (GenerationIncomplete, ManifestDamaged, PayloadDamaged):
             pass

@@ -139,7 +139,7 @@ class Scribe:
 
         def write() -> Part:
             return archive.write_part(
-                target.open(),
+                target.admitted(),
                 source,
                 job=config.job,
                 run=config.run,
@@ -153,7 +153,7 @@ class Scribe:
 
     def _copy(self, first: Target, target: Target, part: Part) -> bool:
         def copy() -> Part:
-            return archive.copy_part(first.open(), target.open(), part, pace=target.pace)
+            return archive.copy_part(first.open(), target.admitted(), part, pace=target.pace)
 
         return self._attempt(target, part.rank, part.version, copy) is not None
 

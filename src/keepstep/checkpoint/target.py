@@ -11,6 +11,7 @@ import msgspec
 from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.exceptions import CheckpointError
 from keepstep.checkpoint.files import write_atomic
+from keepstep.checkpoint.lease import Claim
 from keepstep.checkpoint.notes import TierLabel
 from keepstep.checkpoint.rate import Pace
 from keepstep.checkpoint.slot import Version
@@ -49,6 +50,7 @@ class Target:
     Attributes:
         by_itself: a node's own disk: each part counts by itself, and this node removes what is too old.
         last: newest version of each rank that is whole here; a difference may rest on it.
+        claim: on the right to write here.
     """
 
     def __init__(self, url: str, label: TierLabel, rate: float, seen: Seen, say: Say) -> None:
@@ -56,6 +58,7 @@ class Target:
         self.by_itself = label == "local"
         self.pace = Pace(rate)
         self.last: dict[int, Version] = {}
+        self.claim = Claim()
         self._tier: Tier | None = None
         self._seen, self._say = seen, say
         self._told: set[type[Exception]] = set()
@@ -66,6 +69,24 @@ class Target:
             self._tier = open_tier(self.url, self.label, create=True, seen=self.url in self._seen, budget_s=PATIENCE_S)
             self._seen.add(self.url)
         return self._tier
+
+    def admitted(self) -> Tier:
+        """The same for writers: raises ``TierHeld``, too, while another run writes there."""
+        tier = self.open()
+        self.claim.admit(tier)
+        return tier
+
+    def renew(self) -> None:
+        """Say that this run still writes here, if it does and that is due."""
+        if self._tier is not None and self.claim.due:
+            with contextlib.suppress(CheckpointError):
+                self.claim.admit(self._tier)
+
+    def release(self) -> None:
+        """Nothing more is written here."""
+        if self._tier is not None:
+            with contextlib.suppress(CheckpointError):
+                self.claim.release(self._tier)
 
     def failed(self, error: CheckpointError) -> None:
         """Say it, if nothing of this kind has been said since it last worked."""
@@ -92,5 +113,6 @@ def targets(config: CheckpointConfig, seen: Seen, say: Say, before: Collection[T
         old = next((target for target in before if (target.url, target.label) == (url, label)), None)
         target = old or Target(url, label, rate, seen, say)
         target.pace.set_rate(rate)
+        target.claim.belongs(config.job, config.run)
         found.append(target)
     return found

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from keepstep.agent.files import write_atomic
-from keepstep.cli import family, flags, preflight
+from keepstep.cli import family, flags, policy, preflight
 from keepstep.cli.banner import announce
 from keepstep.cli.children import Budget, Child, Signals
 from keepstep.cli.home import Home
@@ -52,6 +52,8 @@ def run(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         home = settle(plan, checked, signals, environ)
         if isinstance(home, int):
             return home
+        for remark in policy.taken(plan.ckpt, home.job):
+            say(remark)
         announce(plan, home, checked.nproc)
         try:
             code = Watch(plan, home, signals).until_the_end()

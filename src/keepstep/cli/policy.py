@@ -10,11 +10,13 @@ import contextlib
 import importlib.util
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from keepstep.checkpoint import words
-from keepstep.checkpoint.exceptions import BadSetting
+from keepstep.checkpoint import lease, words
+from keepstep.checkpoint.exceptions import BadSetting, TierError
+from keepstep.checkpoint.tiers.open import is_directory, open_tier
 from keepstep.cli.errors import DoorError, PreflightError, UsageError
 from keepstep.model.settings import CheckpointPolicy
 from keepstep.model.topology import Layout
@@ -95,6 +97,23 @@ def check_directory(path: Path, flag: str) -> None:
             f"{flag} {path} cannot be written: {error.strerror}",
             help=f"set {flag} to a directory of yours that has room",
         ) from error
+
+
+def taken(policy: CheckpointPolicy, job: str) -> list[str]:
+    """A remark for every directory that a running job of another name writes to.
+
+    Object stores are left to the archiver, which looks before it writes: an answer from there may take long.
+    """
+    remarks = []
+    for flag, where in (("--ckpt-dir", policy.dir), ("--ckpt-local-dir", policy.local_dir)):
+        if not where or not is_directory(where):
+            continue
+        with contextlib.suppress(TierError):  # no such directory yet, or one that the archiver will have to tell of
+            found, now_ns = lease.read(open_tier(where, budget_s=0.0)), time.time_ns()
+            if found is not None and found.job != job and lease.living(found, now_ns):
+                why = lease.explain(found, where, now_ns)
+                remarks.append(f"{flag} {why}; until then job {job} writes no generation there")
+    return remarks
 
 
 def _installed(name: str) -> bool:

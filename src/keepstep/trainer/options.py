@@ -20,6 +20,7 @@ from msgspec import Struct
 from keepstep.checkpoint import words
 from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.exceptions import BadSetting
+from keepstep.checkpoint.lease import started
 from keepstep.model.ids import JobId
 from keepstep.model.settings import CheckpointPolicy
 from keepstep.trainer.attendant import LINGER_S
@@ -143,15 +144,7 @@ def _job(policy: CheckpointPolicy, environ: Mapping[str, str]) -> str:
 def _launch(environ: Mapping[str, str]) -> str:
     """What restarts by one torchrun share; a process of its own where there is none."""
     parent = os.getppid() if "TORCHELASTIC_RESTART_COUNT" in environ else os.getpid()
-    return f"{os.uname().nodename}/{parent}/{_start_of(parent)}"
-
-
-def _start_of(pid: int) -> str:
-    """When a process started, in ticks: process numbers are used again."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+    return f"{os.uname().nodename}/{parent}/{started(parent)}"
 
 
 def _short(name: str) -> str:
