@@ -15,6 +15,7 @@ from keepstep.checkpoint import config, pair
 from keepstep.checkpoint.exceptions import PeerRefused
 from keepstep.checkpoint.keeper import ALREADY_KEPT
 from keepstep.checkpoint.keeper_hold import HOLD_DIR
+from keepstep.checkpoint.keeper_seal import CALM_PAUSE_S, Sealer
 from keepstep.checkpoint.keeper_send import Gap
 from keepstep.checkpoint.keeper_serve import MAX_CONNECTIONS
 from keepstep.checkpoint.keeper_take import Inbox
@@ -151,6 +152,35 @@ def test_every_version_is_sealed_also_without_a_buddy(fleet: Fleet) -> None:
     fleet.ring("a", b"0 2")
     until(lambda: both.slots[1].sealed and both.slots[0].sealed, "the newest and the pinned one to be sealed")
     both.slots[1].verify()
+
+
+def test_sealing_takes_its_time_where_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without another node versions that come in a pause go without checksums, and the last of them gets its own."""
+    pauses: list[float] = []
+    both = pair.Pair(tmp_path, 0)
+
+    def wait(limit_s: float) -> bool:
+        pauses.append(limit_s)
+        for step in (2, 3) if len(pauses) == 1 else ():
+            fill(both.slots[step % 2], Version(step, 1), step, SIZE)
+            sealer.ring()
+        return False
+
+    looks: list[Version | None] = []
+    sealer = Sealer(tmp_path, 0, lambda: looks.append(sealed_of(both)), calm=lambda: True)
+    monkeypatch.setattr(sealer._end, "wait", wait)
+    fill(both.slots[1], Version(1, 1), 1, SIZE)
+    sealer.ring()
+    sealer.start()
+    until(lambda: len(pauses) == 2, "two rounds")
+    sealer.stop()
+    sealer.join()
+    assert looks[:2] == [Version(1, 1), Version(3, 1)]
+    assert all(0 < pause <= CALM_PAUSE_S for pause in pauses[:2])
+
+
+def sealed_of(both: pair.Pair) -> Version | None:
+    return max((slot.version for slot in both.slots if slot.version and slot.sealed), default=None)
 
 
 def test_a_replica_that_has_changed_at_rest_is_dropped_and_sent_again(fleet: Fleet) -> None:

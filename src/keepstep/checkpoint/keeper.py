@@ -255,7 +255,9 @@ class Keeper:
             pusher.ring(confirm=True)
         sealer = self._sealers.get(rank)
         if sealer is None or not sealer.is_alive():
-            sealer = self._sealers[rank] = Sealer(self._snap, rank, lambda: self._pushers[rank].ring())
+            sealer = self._sealers[rank] = Sealer(
+                self._snap, rank, lambda: self._pushers[rank].ring(), calm=lambda: self._target is None
+            )
             sealer.start()
         sealer.ring()
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from keepstep.checkpoint import pair
 from keepstep.checkpoint.exceptions import CheckpointError, SlotInvalid
 from keepstep.checkpoint.slot import Slot, Version
+
+CALM_SHARE = 0.02
+"""Share of a core that sealing is meant to take where no other node waits for the checksums."""
+CALM_PAUSE_S = 1.0
+"""It pauses for this long at most; a version that stays is without checksums no longer than that."""
 
 
 class OpenFiles:
@@ -49,11 +55,14 @@ class Sealer(threading.Thread):
 
     Args:
         sealed: called after each look; the newest complete version has its checksums then.
+        calm: true where nobody waits for the checksums of each single version.
     """
 
-    def __init__(self, directory: Path, rank: int, sealed: Callable[[], None]) -> None:
+    def __init__(
+        self, directory: Path, rank: int, sealed: Callable[[], None], *, calm: Callable[[], bool] = lambda: False
+    ) -> None:
         super().__init__(name=f"keepstep-seal-{rank}", daemon=True)
-        self._files, self._sealed = OpenFiles(directory, rank), sealed
+        self._files, self._sealed, self._calm = OpenFiles(directory, rank), sealed, calm
         self._bell, self._end = threading.Event(), threading.Event()
 
     def ring(self) -> None:
@@ -66,6 +75,7 @@ class Sealer(threading.Thread):
     def run(self) -> None:
         while self._bell.wait() and not self._end.is_set():
             self._bell.clear()
+            began = time.monotonic()
             # One that is overwritten meanwhile is skipped quietly: its writer rings for the next one.
             with contextlib.suppress(CheckpointError, OSError):
                 if (newest := self._files.newest()) is not None and not newest[1].sealed:
@@ -75,3 +85,6 @@ class Sealer(threading.Thread):
                 if slot.pinned and not slot.sealed:
                     with contextlib.suppress(CheckpointError, OSError):
                         slot.seal()
+            if self._calm():
+                took = time.monotonic() - began
+                self._end.wait(min(CALM_PAUSE_S, took / CALM_SHARE))  # who rings meanwhile is heard after it
