@@ -141,9 +141,9 @@ class Level1Loop:
                 version,
                 key=part.roster.key,
                 full=True,
-                ring=part.has_buddy,
+                ring=True,
                 world_size=part.who.world_size,
-                overlap=pacing.overlap and not first,
+                overlap=pacing.overlap and not first and version.step < self._total,
                 pin=not first and version.step == pacing.held,
             )
         pacing.saved(full=full)

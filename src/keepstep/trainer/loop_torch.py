@@ -173,7 +173,7 @@ class Loop:
         session.groups.mark()
         session.beat.phase(Phase.STEP)
         if self._gated and session.cuda:
-            self._gate.wait(self.done)
+            self._await_replica()
 
     def commit(self, step: Step, loss: Any) -> None:
         session = self._s
@@ -272,9 +272,9 @@ class Loop:
                 version,
                 key=session.roster.key,
                 full=True,
-                ring=session.has_buddy,
+                ring=True,
                 world_size=session.roster.world_size,
-                overlap=self._pacing.overlap,
+                overlap=self._pacing.overlap and step < self._total,  # nothing comes after the last one
                 pin=step == self._pacing.held,
             )
         elif every != 1 and (every > 1 or session.state.replicated):
@@ -291,9 +291,12 @@ class Loop:
         if not self._replicated:
             session.snapshots.await_copy()
         if self._gated:
-            self._gate.wait(self.done)
-            if self._replicated and self._pacing.too_dear(self._gate):
-                self._gated = False
+            self._await_replica()
+
+    def _await_replica(self) -> None:
+        self._gate.wait(self.done)
+        if self._replicated and self._pacing.too_dear(self._gate):
+            self._gated = False
 
     def _set_gate(self) -> None:
         session = self._s

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from keepstep.checkpoint.config import CheckpointConfig
+from keepstep.checkpoint.slot import Version
+from keepstep.model.env import COPY
 from keepstep.model.ids import JobId
 from keepstep.trainer.loop_torch import Loop
 
@@ -44,3 +46,51 @@ def test_a_step_that_can_be_resumed_from_has_its_loss_written() -> None:
     with pytest.raises(KilledHere):
         Loop(session, 10, 0).commit(step, 0.5)
     assert at_death == [[6]]
+
+
+def test_a_node_alone_has_its_versions_sealed_and_its_last_one_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper hears of every full version, whether or not it goes to another node: it adds the checksums. The last
+    version is complete when its commit returns: what the script does to the model after it spoils nothing."""
+    monkeypatch.setenv(COPY, "overlapped")
+    saved: dict[Version, dict[str, Any]] = {}
+    session: Any = SimpleNamespace(
+        cuda=False, token="", snap_dir=Path(), rank=0, has_buddy=False,
+        state=SimpleNamespace(settle_buckets=lambda: None, touched=True, replicated=True),
+        snapshots=SimpleNamespace(
+            save=lambda state, version, **how: saved.update({version: how}), await_copy=lambda: None, waited_s=0.0,
+            copied_s=None, config=CheckpointConfig(job=JobId("j")),
+        ),
+        groups=SimpleNamespace(world_ops_since_mark=lambda: 1),
+        control=SimpleNamespace(slow_down_s=0.0, raise_injected=False),
+        roster=SimpleNamespace(epoch=1, key="k", snapshot_every=1, world_size=2),
+        losses=SimpleNamespace(write=lambda index, epoch, loss: None),
+        beat=SimpleNamespace(commit=lambda step: None),
+        readable=lambda loss: loss,
+    )  # fmt: skip
+    loop = Loop(session, 3, 0)
+    for index in range(3):
+        step: Any = SimpleNamespace(index=index, committed=False)
+        loop.commit(step, 0.5)
+    assert [how["ring"] for how in saved.values()] == [True, True, True]
+    assert [how["overlap"] for how in saved.values()] == [True, True, False]
+
+
+def test_waiting_for_the_other_nodes_copy_may_not_cost_more_on_a_device_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a budget, ranks with a device stop waiting as those without one do."""
+    dear = False
+    waits: list[int] = []
+    session: Any = SimpleNamespace(
+        cuda=True, token="", snap_dir=Path(), rank=0, state=None,
+        snapshots=SimpleNamespace(config=CheckpointConfig(job=JobId("j"))),
+        groups=SimpleNamespace(mark=lambda: None), beat=SimpleNamespace(phase=lambda phase: None),
+    )  # fmt: skip
+    loop = Loop(session, 3, 0)
+    loop._gated = loop._replicated = True
+    monkeypatch.setattr(loop._gate, "wait", waits.append)
+    monkeypatch.setattr(loop._pacing, "too_dear", lambda gate: dear)
+    step: Any = SimpleNamespace(index=0)
+    loop.begin(step)
+    dear = True
+    loop.begin(step)
+    loop.begin(step)
+    assert len(waits) == 2
