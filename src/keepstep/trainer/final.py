@@ -24,7 +24,7 @@ class Held(Protocol):
 
     def settle(self) -> None: ...
 
-    def hold(self, version: Version) -> None: ...
+    def hold(self, version: Version) -> bool: ...
 
     def held(self) -> list[int]: ...
 
@@ -48,7 +48,9 @@ def until_durable(snapshots: Held, version: Version, *, archiver: Path, rank: in
         if not snapshots.held():
             if handed:
                 return True
-            snapshots.hold(version)
+            if not snapshots.hold(version):
+                _say(f"rank {rank}: step {version.step} has no complete snapshot; the durable tiers do not get it")
+                return False
             handed = True
             continue
         now = time.monotonic()

@@ -120,7 +120,7 @@ class Snapshots:
         """Write one version. Without ``full`` only the private part: buffers, random states, data position.
 
         Args:
-            ring: tell the keeper, which copies it to another node.
+            ring: tell the keeper, which adds checksums and copies it to another node.
             overlap: come back at once and copy beside the next step, where that is safe.
             pin: hold the version for the durable tiers.
         """
@@ -176,8 +176,8 @@ class Snapshots:
             writer.complete(version)
             self._arrived(slot, version, ring=ring, pin=pin)
 
+        writer.copy(owned=False)  # before the others: a device would have to copy those first
         jobs = writer.depart()
-        writer.copy(owned=False)
         self.copied_s = None
         self._newest = slot, version.step
         self._flight = Flight(version, jobs, arrive, slot.invalidate)
@@ -252,11 +252,12 @@ class Snapshots:
         newest = self._newest[1] if self._newest is not None else -1
         return newest, max((slot.acked for slot in self._full.slots if slot.version is not None), default=-1)
 
-    def hold(self, version: Version) -> None:
-        """Have the durable tiers take this version, which is complete, if they do not hold on to another."""
+    def hold(self, version: Version) -> bool:
+        """Have the durable tiers take this version, if they do not hold on to another; false where it is not here."""
         slot = self._full.find(version)
         if slot is not None:
             self._hold(slot, version)
+        return slot is not None
 
     def held(self) -> list[int]:
         """Steps that the archiver has yet to write."""
@@ -305,6 +306,11 @@ class Snapshots:
             self.notes.tell(Note(what="damaged", tier="memory", step=version.step, rank=self._rank, why=str(error)))
             slot.invalidate()
             raise
+        else:
+            if shards and slot in self._full.slots:
+                # The next step waits for the copy of this one like for any other; it may be missing still.
+                self._newest = slot, version.step
+                self._ring(self._keeper, version.step)
         finally:
             if slot not in (*self._full.slots, *(self._private.slots if self._private else ())):
                 slot.close()

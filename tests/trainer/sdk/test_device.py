@@ -152,6 +152,22 @@ def test_the_optimizers_stream_waits_and_the_host_does_not(tmp_path: Path, monke
     assert torch.equal(model.weight, before)
 
 
+def test_buffers_do_not_wait_for_the_copy_of_everything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's buffers are copied before the commit returns; the large rest is only behind them in the stream."""
+    cuda = FakeCuda()
+    OnDevice(monkeypatch, cuda)
+    model, _, state, keep = training(tmp_path, cuda)
+    model.register_buffer("mean", torch.full((3,), 7.0))
+    keep.save(state, Version(1, 1), key="k", full=True, ring=False, overlap=True)
+    assert len(cuda.due) == 1, "the parameter's copy was waited for"
+    assert keep._flight is not None
+    keep._flight.run()
+    monkeypatch.undo()
+    model.mean.zero_()  # type: ignore[operator,union-attr]
+    keep.load(state, Version(1, 1), shards=False)
+    assert model.mean.tolist() == [7.0, 7.0, 7.0]  # type: ignore[operator,union-attr]
+
+
 def test_the_mapped_file_is_pinned_once_and_anew_when_it_has_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,6 +188,13 @@ def test_the_end_does_not_wait_for_ever(
     assert "not known to be in the durable tiers" in words
 
 
+def test_a_last_step_without_a_snapshot_is_not_called_durable(rank: Rank, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its copy has failed: nothing is pinned, and that must not look like something that has been written."""
+    rank.save(22)
+    assert not until_durable(rank.keep, Version(23, 1), archiver=rank.keep.archiver, rank=7, stop=lambda: False)
+    assert "step 23 has no complete snapshot" in capsys.readouterr().err
+
+
 def test_a_recovery_ends_the_wait(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody else's fault at the very end: this process's last state is needed, the loop goes on."""
     clock = Clock()

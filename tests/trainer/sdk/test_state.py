@@ -209,6 +209,22 @@ def test_the_keeper_is_told_and_never_waited_for(keep: Snapshots, tmp_path: Path
     assert not keep.replicated()
 
 
+def test_a_step_waits_for_the_copy_of_a_restored_version_too(keep: Snapshots, tmp_path: Path) -> None:
+    """Who takes over a version from this node's memory does not know whether another node has it: the keeper is asked
+    to see to that, and until it has the next step is not safe."""
+    run = Run(adamw)
+    keep.save(run.state, Version(4, 1), key="k", full=True, ring=False)
+    newcomer = Snapshots(tmp_path / "snap", 0, tmp_path / "keeper.sock")
+    assert newcomer.replicated()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bell:
+        bell.bind(str(tmp_path / "keeper.sock"))
+        newcomer.load(run.state, Version(4, 1), shards=True)
+        assert bell.recv(100) == b"0 4"
+    assert not newcomer.replicated()
+    next(iter(keep._full.slots)).acked = 4
+    assert newcomer.replicated()
+
+
 # -------------------------------------------------------------------- plain values
 
 leaves = (
