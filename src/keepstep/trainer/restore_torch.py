@@ -323,7 +323,7 @@ class _Work:
             if self._rank == root:
                 try:
                     piece[:] = self.reader.stretch(old, start, end)
-                except CheckpointError:
+                except _TROUBLE:
                     good = bytearray(b"\0")
             hand_out(memoryview(good), root)
             hand_out(piece, root)
