@@ -19,6 +19,8 @@ MODULES = (
     "torch.utils.data",
     "torch._dynamo",
     "keepstep.trainer.api",
+    "keepstep.trainer.session_torch",
+    "keepstep.trainer.loop_torch",
 )
 """Imported where they exist: a part that is missing costs warmth, not the job."""
 

@@ -127,6 +127,7 @@ def init(*, timeout: float | timedelta | None = None, checkpoint: Checkpoint | N
         return _made
     limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
     if env.SLOT in os.environ:
+        import keepstep.trainer.loop_torch  # noqa: F401 - while a standby has time: later the others would wait for it
         from keepstep.trainer.session_torch import join
 
         session = join(__version__, limit)
