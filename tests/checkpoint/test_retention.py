@@ -11,15 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.checkpoint import archive, catalog, collect
+from keepstep.checkpoint.basis import Basis
 from keepstep.checkpoint.catalog import Generation
 from keepstep.checkpoint.generation import folder, manifest_name, part_name
+from keepstep.checkpoint.reader import Reader
 from keepstep.checkpoint.retention import UNFINISHED_S, judge
 from keepstep.checkpoint.slot import Version
 from keepstep.checkpoint.tiers.directory import DirectoryTier
 from keepstep.checkpoint.tiers.memory import MemoryTier
 from keepstep.model.settings import CheckpointPolicy
 from tests.checkpoint import crash_tool
-from tests.checkpoint.test_archive import put
+from tests.checkpoint.test_archive import LARGE, put
 
 S = 1_000_000_000
 HOUR = 3600 * S
@@ -202,12 +204,26 @@ def test_the_unfinished_go_when_nobody_can_be_writing_them(tmp_path: Path) -> No
 
 
 def test_a_nodes_own_tier_is_tidied_by_its_parts(tmp_path: Path) -> None:
-    """Differences keep what they rest on there, too, though no manifest says so."""
+    """One more than ``keep`` stays, though no manifest says what is complete."""
     tier = MemoryTier()
     for step in range(100, 700, 100):
         put(tier, tmp_path / "rank0.0", Version(step, 1), rank=3, world_size=8)
     collect.collect(tier, CheckpointPolicy(keep=2), by_itself=True)
     assert [g.version.step for g in catalog.read(tier)] == [600, 500, 400]
+
+
+def test_on_a_nodes_own_tier_each_ranks_difference_keeps_what_it_rests_on(tmp_path: Path) -> None:
+    """Of two ranks of a node one writes in full, the other differences: their chain stays, down to the full one."""
+    pytest.importorskip("zstandard")
+    tier, basis = MemoryTier(), Basis()
+    for step in range(100, 700, 100):
+        version = Version(step, 1)
+        put(tier, tmp_path / "rank2.0", version, rank=2, world_size=8, specs=LARGE)
+        on = basis if step > 300 else None
+        put(tier, tmp_path / "rank3.0", version, rank=3, world_size=8, specs=LARGE, basis=on, hold=basis)
+    collect.collect(tier, CheckpointPolicy(keep=1), by_itself=True)
+    assert [g.version.step for g in catalog.read(tier)] == [600, 500, 400, 300]
+    Reader([tier], Version(600, 1)).stretch(3, 0, 100)
 
 
 def test_two_collectors_at_once_are_harmless(tmp_path: Path) -> None:

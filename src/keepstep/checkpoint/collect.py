@@ -93,15 +93,24 @@ def remove(tier: Tier, version: Version) -> None:
 
 
 def _from_parts(tier: Tier, generation: Generation) -> Generation:
-    """What a manifest would say, from a part: when it was written, and what it rests on."""
+    """What a manifest would say, from the parts that are here: when they were written, and what they rest on.
+
+    Ranks of one node choose each for itself between a difference and everything, so that each has to be asked.
+    """
     if generation.complete:
         return generation
+    parts = []
     for rank in generation.ranks:
         with contextlib.suppress(GenerationIncomplete, ManifestDamaged):
-            part = catalog.part(tier, generation.version, rank)
-            bases = () if part.base is None else (part.base,)
-            return structs.replace(generation, created_ns=part.written_ns, verified=part.read_back, bases=bases)
-    return structs.replace(generation, ranks=())
+            parts.append(catalog.part(tier, generation.version, rank))
+    if not parts:
+        return structs.replace(generation, ranks=())
+    return structs.replace(
+        generation,
+        created_ns=max(part.written_ns for part in parts),
+        verified=all(part.read_back for part in parts),
+        bases=tuple(sorted({part.base for part in parts if part.base is not None})),
+    )
 
 
 def _may_be_written(tier: Tier, generation: Generation, now_ns: int) -> bool:
