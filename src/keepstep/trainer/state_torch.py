@@ -6,7 +6,7 @@ data position) is small and plain. Parameters and optimizer tensors are looked a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -181,6 +181,10 @@ class State:
             "owners": self._owners,
         }
         return encode_plain(whole, "registered")
+
+    def bound(self) -> Sequence[tuple[str, Tensor]]:
+        """Parameters by the name under which versions hold them: the user's own, whatever wraps the module."""
+        return self._bound
 
     def owners(self) -> bytes:
         """The parameter (``module/name``) at each optimizer's group and index, as msgpack."""

@@ -40,11 +40,7 @@ def owners_of(state: State) -> Callable[[Live], Owners]:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameters.setdefault(id(parameter), set()).add(id(optimizer))
-    named = {
-        f"p/{name}/{key}": frozenset(parameters.get(id(parameter), ()))
-        for name, module in state.modules.items()
-        for key, parameter in module.named_parameters()
-    }
+    named = {name: frozenset(parameters.get(id(parameter), ())) for name, parameter in state.bound()}
     optimizers = {name: frozenset({id(optimizer)}) for name, optimizer in state.optimizers.items()}
 
     def owners(live: Live) -> Owners:

@@ -166,6 +166,18 @@ def test_what_no_optimizer_owns_is_copied_before_the_commit_returns(run: Two, mo
     assert same(run.values(), expected)
 
 
+def test_a_wrapped_model_is_copied_beside_the_step_all_the_same(tmp_path: Path) -> None:
+    """``torch.compile`` and DDP give parameters longer names; which optimizer changes them does not depend on that."""
+    module = torch.compile(nn.Linear(4, 4), backend="eager")
+    assert [key for key, _ in module.named_parameters()] == ["_orig_mod.weight", "_orig_mod.bias"]
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    state = State()
+    state.register({"model": module, "sgd": sgd}, None)
+    state.bind()
+    owners = writer_torch.owners_of(state)
+    assert [owners(live) for live in state.shards()] == [{id(sgd)}, {id(sgd)}]
+
+
 def test_a_change_under_the_copy_is_noticed(
     run: Two, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
