@@ -121,10 +121,17 @@ def _part(
 
 
 class _File:
-    """Head and payload of a file, counted and summed up as they pass. Each pass begins anew."""
+    """Head and payload of a file, counted and summed up as they pass. Each pass begins anew.
 
-    def __init__(self, head: bytes, payload: Iterable[bytes | memoryview], progress: Progress | None) -> None:
+    Args:
+        size: of the payload; an object store chooses the size of its parts by ``size_hint``.
+    """
+
+    def __init__(
+        self, head: bytes, payload: Iterable[bytes | memoryview], size: int, progress: Progress | None
+    ) -> None:
         self._head, self._payload, self._progress = head, payload, progress
+        self.size_hint = len(head) + size
         self.file, self.inner = Running(), Running()
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
@@ -141,7 +148,7 @@ class _File:
 
 def _write_part(tier: Tier, part: Part, payload: Iterable[bytes | memoryview], progress: Progress | None) -> None:
     head = header(part)
-    body = _File(head, payload, progress)
+    body = _File(head, payload, part.payload, progress)
     name = payload_name(part.version, part.rank, "full")
     size = tier.put(name, body)
     part = structs.replace(
