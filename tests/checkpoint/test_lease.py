@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from keepstep.checkpoint import catalog, lease
+from keepstep.checkpoint import catalog, lease, process
 from keepstep.checkpoint import config as settings
 from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.exceptions import TierAway, TierHeld
@@ -99,7 +99,7 @@ def test_a_lease_of_the_dead_on_this_host_holds_nobody_up() -> None:
     """The process is asked for: gone, or another one of its number."""
     time, tier = Time(), MemoryTier()
     here = lease.mine("first", "a", time.ns())
-    parent = structs.replace(here, pid=os.getppid(), start=lease.started(os.getppid()))
+    parent = structs.replace(here, pid=os.getppid(), start=process.started(os.getppid()))
     for other, free in (
         (parent, False),
         (structs.replace(parent, start="1"), True),
@@ -185,7 +185,7 @@ def test_two_jobs_in_one_directory_one_writes(tmp_path: Path) -> None:
                 ),
             )
         write_slot(slot_path(first.dir, 0), Version(300, 1))
-        process = first.start()
+        writer = first.start()
         first.hear("verified", 300)
         write_slot(slot_path(second.dir, 0), Version(300, 1))
         second.start()
@@ -198,8 +198,8 @@ def test_two_jobs_in_one_directory_one_writes(tmp_path: Path) -> None:
         second.hear("skipped", 400)
         (found,) = catalog.read(open_tier(shared))
         assert (found.version.step, found.job, found.verified) == (300, "one", True)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
         steps = itertools.count(500, 100)
 
         def written() -> bool:

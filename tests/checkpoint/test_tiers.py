@@ -246,26 +246,42 @@ def test_a_lost_mount_is_not_written_to(tmp_path: Path) -> None:
     assert list(tier.names()) == ["step-1/a", "step-1/b"]
 
 
+DIES = """
+import os, pathlib, sys
+from keepstep.checkpoint.tiers.directory import DirectoryTier
+def half():
+    yield b"half"
+    print(os.getpid(), flush=True)
+    os._exit(0)
+DirectoryTier(pathlib.Path(sys.argv[1])).put("a/left", half())
+"""
+
+
 def test_temporary_files_are_swept_when_their_writer_is_gone(tmp_path: Path) -> None:
-    """This host's by process number, other hosts' by age; a writer at work keeps its own."""
+    """This host's by process number, others' by age, also those of a host of the same name; who is at work goes on."""
     tier = DirectoryTier(tmp_path, create=True)
     tier.put("a/kept", [b"k"])
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    host = socket.gethostname()
-    (tmp_path / "a" / f".tmp~{host}~{ended.pid}~0~rank0.safetensors").write_bytes(b"half")
-    (tmp_path / "a" / f".tmp~{host}~{os.getpid()}~9~rank0.safetensors").write_bytes(b"half")
+    ended = subprocess.run([sys.executable, "-c", DIES, tmp_path], capture_output=True, text=True, check=True)
+    (left,) = (name for name in os.listdir(tmp_path / "a") if name.endswith("~left"))
     old = tmp_path / "a" / ".tmp~elsewhere~1~0~rank1.safetensors"
-    old.write_bytes(b"half")
+    namesake = f".tmp~{socket.gethostname()}~{ended.stdout.strip()}~0~rank0.safetensors"
+    for name in (old.name, ".tmp~elsewhere~1~1~rank1.safetensors", namesake):
+        (tmp_path / "a" / name).write_bytes(b"half")
     os.utime(old, (0, 0))
-    (tmp_path / "a" / ".tmp~elsewhere~1~1~rank1.safetensors").write_bytes(b"half")
-    assert list(tier.names()) == ["a/kept"]
-    assert tier.sweep(3600) == 2
-    assert sorted(os.listdir(tmp_path / "a")) == [
-        ".tmp~elsewhere~1~1~rank1.safetensors",
-        f".tmp~{host}~{os.getpid()}~9~rank0.safetensors",
-        "kept",
-    ]
+    seen: list[int] = []
+
+    def meanwhile() -> Iterator[bytes]:
+        yield b"h"
+        assert list(tier.names()) == ["a/kept"]
+        seen.append(tier.sweep(3600))
+        yield b"alf"
+
+    tier.put("a/mine", meanwhile())
+    assert seen == [2]
+    assert left not in os.listdir(tmp_path / "a")
+    assert sorted(os.listdir(tmp_path / "a")) == sorted(
+        [".tmp~elsewhere~1~1~rank1.safetensors", namesake, "kept", "mine"]
+    )
 
 
 def test_a_folder_that_a_collector_takes_away_is_made_again(tmp_path: Path) -> None:

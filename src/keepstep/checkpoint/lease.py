@@ -13,18 +13,17 @@ else waits for ``LEASE_S`` at most. Between hosts that takes clocks which differ
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
 from keepstep.checkpoint.exceptions import TierDenied, TierFull, TierHeld, TierMissing
+from keepstep.checkpoint.process import place, started
 from keepstep.ports.tier import Tier
 
 LEASE = "writer.json"
@@ -164,22 +163,3 @@ class Claim:
             return True
         # A run of the same name is taken for one that died, until it is seen to renew its lease.
         return found.job == self._job and found.at_ns == self._met.setdefault(found.writer, found.at_ns)
-
-
-@functools.cache
-def place() -> str:
-    """What tells this boot of this host, and this name space of processes, from every other."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{socket.gethostname()} {os.getpid()}"
-
-
-def started(pid: int) -> str:
-    """When a process started, in ticks: process numbers are used again. Empty where there is none that runs."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]
-    except (OSError, IndexError):
-        return ""

@@ -20,7 +20,7 @@ from msgspec import Struct
 from keepstep.checkpoint import words
 from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.exceptions import BadSetting
-from keepstep.checkpoint.lease import started
+from keepstep.checkpoint.process import started
 from keepstep.model.ids import JobId
 from keepstep.model.settings import CheckpointPolicy
 from keepstep.trainer.attendant import LINGER_S

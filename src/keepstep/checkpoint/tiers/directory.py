@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import hashlib
 import itertools
 import os
 import socket
@@ -20,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from keepstep.checkpoint.exceptions import TierAway, TierDenied, TierError, TierFull, TierMissing
+from keepstep.checkpoint.process import place
 from keepstep.checkpoint.tiers.files import Files
 
 MARKER = ".keepstep-tier"
@@ -272,8 +275,11 @@ class DirectoryTier:
         return translate(error, f"{self.where}/{name}" if name else self.where)
 
 
+@functools.cache
 def _host() -> str:
-    return socket.gethostname().replace("~", "-").replace("/", "-")[:100]
+    """The host's name for people, and what tells it from others of that name."""
+    name = socket.gethostname().replace("~", "-").replace("/", "-")[:100]
+    return f"{name}-{hashlib.sha256(place().encode()).hexdigest()[:8]}"
 
 
 def _writer_is_gone(name: str) -> bool:
