@@ -172,13 +172,13 @@ class Loop:
         session = self._s
         session.groups.mark()
         session.beat.phase(Phase.STEP)
-        if self._gated and session.cuda:
-            self._await_replica()
 
     def commit(self, step: Step, loss: Any) -> None:
         session = self._s
         self._suffer_injected(step)
         session.snapshots.await_copy()  # before the last words: once they are said, others overwrite the step before
+        if self._gated and session.cuda:
+            self._await_replica()  # for the same reason; nothing of ours is called before NCCL's reductions
         problem = self._last_words_together()
         epoch = session.roster.epoch
         self.done = step.index + 1

@@ -75,22 +75,36 @@ def test_a_node_alone_has_its_versions_sealed_and_its_last_one_whole(monkeypatch
     assert [how["overlap"] for how in saved.values()] == [True, True, False]
 
 
-def test_waiting_for_the_other_nodes_copy_may_not_cost_more_on_a_device_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a budget, ranks with a device stop waiting as those without one do."""
+def test_a_device_works_on_while_the_other_nodes_copy_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for the step before comes at the commit, before ranks meet and before the device is waited for. With a
+    budget it ends as it does without a device."""
     dear = False
-    waits: list[int] = []
+    order: list[str] = []
     session: Any = SimpleNamespace(
-        cuda=True, token="", snap_dir=Path(), rank=0, state=None,
-        snapshots=SimpleNamespace(config=CheckpointConfig(job=JobId("j"))),
-        groups=SimpleNamespace(mark=lambda: None), beat=SimpleNamespace(phase=lambda phase: None),
+        cuda=True, token="", snap_dir=Path(), rank=0, has_buddy=True, await_device=lambda: order.append("device"),
+        state=SimpleNamespace(settle_buckets=lambda: None, touched=True, replicated=True),
+        snapshots=SimpleNamespace(
+            save=lambda state, version, **how: order.append("save"), await_copy=lambda: order.append("copy"),
+            waited_s=0.0, copied_s=None, lag=lambda: (1, 1), config=CheckpointConfig(job=JobId("j")),
+        ),
+        groups=SimpleNamespace(mark=lambda: None, world_ops_since_mark=lambda: 0, aborted=False),
+        control=SimpleNamespace(slow_down_s=0.0, raise_injected=False, pending=None),
+        roster=SimpleNamespace(epoch=1, key="k", snapshot_every=1, world_size=1),
+        losses=SimpleNamespace(write=lambda index, epoch, loss: None),
+        beat=SimpleNamespace(phase=lambda phase: None, commit=lambda step: None),
+        readable=lambda loss: loss,
     )  # fmt: skip
-    loop = Loop(session, 3, 0)
+    loop = Loop(session, 5, 0)
     loop._gated = loop._replicated = True
-    monkeypatch.setattr(loop._gate, "wait", waits.append)
+    monkeypatch.setattr(loop._gate, "wait", lambda step: order.append(f"replica of {step}"))
     monkeypatch.setattr(loop._pacing, "too_dear", lambda gate: dear)
-    step: Any = SimpleNamespace(index=0)
-    loop.begin(step)
-    dear = True
-    loop.begin(step)
-    loop.begin(step)
-    assert len(waits) == 2
+    for index in range(3):
+        step: Any = SimpleNamespace(index=index, committed=False)
+        loop.begin(step)
+        loop.commit(step, 0.5)
+        dear = True
+    assert order == [
+        *("copy", "replica of 0", "device", "save"),
+        *("copy", "replica of 1", "device", "save"),
+        *("copy", "device", "save"),
+    ]
