@@ -218,6 +218,7 @@ class Agent:
         for task in parts:
             task.cancel()
         await asyncio.gather(*parts, return_exceptions=True)
+        self.programs.close()
         self.workers.close()
         self.notes.close()
         self.deputy.server.close()

@@ -220,6 +220,12 @@ class Programs:
                     self._console.follow(slot)
                 self._watch.watch(slot)
 
+    def close(self) -> None:
+        """The node's part is over: no exit is noted any more and no standby started, as their table is removed."""
+        self._watch.close()
+        if self._refill is not None:
+            self._refill.cancel()
+
     def _adopt_late(self, pids: dict[str, int], queued: set[str]) -> None:
         """The shim's list names processes whose pid a former agent did not live to write down."""
         unstarted = False

@@ -59,6 +59,15 @@ class Watch:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def close(self) -> None:
+        """Nobody wants to hear of exits any more: where they would be written down is about to be removed."""
+        for fd in self._fds.values():
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
+        self._fds.clear()
+        for task in self._tasks:
+            task.cancel()
+
     async def _finish(self, slot: Slot) -> None:
         hurry = slot.attached and not slot.done
         status = await self._link.status(slot.pid, STATUS_S if hurry else PATIENT_STATUS_S)
