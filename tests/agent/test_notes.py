@@ -46,9 +46,14 @@ def test_notes_reach_the_controller_and_the_settings_reach_the_node(node_dir: Pa
                 teller.tell(note(step))
             teller._socket.sendto(b"not a note", teller._to)
             await controller.wait(CheckpointNoted, lambda one: one.what == "saved" and one.step == 0)
+            for what in ("skipped", "skipped", "saved", "saved"):
+                for rank in (0, 1):
+                    teller.tell(Note(what=what, tier="local", step=60, rank=rank, why="/disk: No space left on device"))
             await agent_stops(agent)
             last = await controller.wait(CheckpointNoted, lambda one: one.what == "saved" and one.step == 49)
             assert last.why == "48 more like this before it"
+            assert agent.log.count("the checkpoint of step 60 is left out: /disk: No space left on device;") == 1
+            assert agent.log.count("checkpoints are written again, step 60 is durable (local tier)") == 1
             teller.close()
         finally:
             await agent.stop()

@@ -20,6 +20,8 @@ from keepstep.model.ids import Rank
 
 NOTES_PER_TURN = 256
 """Datagrams read at once before the agent looks at its other work."""
+DURABLE = ("local", "remote")
+"""Tiers whose troubles are said at the terminal; those of memory are said by the ranks."""
 
 
 class NotesDoor:
@@ -28,6 +30,8 @@ class NotesDoor:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._limiter = Limiter()
+        self._told: set[str] = set()
+        """Tiers whose trouble people have been told and that have not worked since."""
         self._socket: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -77,7 +81,10 @@ class NotesDoor:
             except OSError:
                 break
             note = read(data)
-            if note is not None and (passed := self._limiter.offer(note, now)) is not None:
+            if note is None:
+                continue
+            self._tell(note)  # as it comes: what is kept back for the log is late, and out of its order
+            if (passed := self._limiter.offer(note, now)) is not None:
                 self._report(passed)
         self._wake(now)
 
@@ -92,6 +99,21 @@ class NotesDoor:
         for note in self._limiter.due(now):
             self._report(note)
         self._wake(now)
+
+    def _tell(self, note: Note) -> None:
+        """What is not written any more is said at the terminal, once until it works again: a run that nobody looks at
+        closely would be without checkpoints for days."""
+        if note.tier not in DURABLE:
+            return
+        if note.what == "saved" and note.tier in self._told:
+            self._told.discard(note.tier)
+            self._node.say(f"checkpoints are written again, step {note.step} is durable ({note.tier} tier)")
+        elif note.what == "skipped" and note.tier not in self._told:
+            self._told.add(note.tier)
+            self._node.say(
+                f"the checkpoint of step {note.step} is left out: {note.why}; training goes on, "
+                f"`keepstep ckpt ls --job {self._node.job}` shows what there is"
+            )
 
     def _report(self, note: Note) -> None:
         self._node.report(
