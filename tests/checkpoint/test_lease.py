@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from time import monotonic
 
 import msgspec
 import pytest
@@ -15,10 +17,12 @@ from msgspec import structs
 
 from keepstep.checkpoint import catalog, lease, process
 from keepstep.checkpoint import config as settings
+from keepstep.checkpoint.archiver import IDLE_S, Archiver
 from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.exceptions import TierAway, TierHeld
 from keepstep.checkpoint.lease import CHECK_S, LEASE, LEASE_S, RENEW_S, Claim, Lease
 from keepstep.checkpoint.slot import Version
+from keepstep.checkpoint.target import Seen, Target
 from keepstep.checkpoint.tiers.memory import MemoryTier
 from keepstep.checkpoint.tiers.open import open_tier
 from keepstep.model.ids import JobId
@@ -50,7 +54,7 @@ def put(tier: MemoryTier, found: Lease) -> None:
 
 
 def elsewhere(job: str, run: str, at_ns: int) -> Lease:
-    return Lease(job=job, run=run, host="n7", place="another boot", pid=1, start="5", at_ns=at_ns)
+    return Lease(job=job, run=run, host="n7", place="another boot", pid=1, start="5", since_ns=1, at_ns=at_ns)
 
 
 def gone() -> int:
@@ -80,19 +84,25 @@ def test_another_jobs_living_writer_is_left_in_peace_until_it_falls_silent() -> 
     assert (found.job, found.run, found.pid) == ("second", "b", os.getpid())
 
 
-def test_a_run_of_the_same_name_goes_on_at_once_unless_the_other_is_seen_at_work() -> None:
-    """A restart waits for nobody; the second of two that run at once sees the first renew, and lets it be."""
+def test_the_later_run_of_a_job_takes_over_at_once() -> None:
+    """A restart waits for nobody, and whatever is left of the run before leaves it in peace."""
     time, tier = Time(), MemoryTier()
     put(tier, elsewhere("job", "a", time.ns()))
-    second = time.claim("job", "b")
-    second.admit(tier)
+    left = time.claim("job", "a")  # another node of the same run
+    left.admit(tier)
+    time.s += 1
+    restarted = time.claim("job", "b")
+    put(tier, elsewhere("job", "a", time.ns()))
+    restarted.admit(tier)
     found = lease.read(tier)
     assert found is not None
     assert found.run == "b"
+    put(tier, structs.replace(found, place="another boot"))
     time.s += CHECK_S
-    put(tier, elsewhere("job", "a", time.ns()))
     with pytest.raises(TierHeld):
-        second.admit(tier)
+        left.admit(tier)
+    time.s += LEASE_S
+    restarted.admit(tier)
 
 
 def test_a_lease_of_the_dead_on_this_host_holds_nobody_up() -> None:
@@ -169,6 +179,31 @@ def test_a_tier_that_does_not_answer_is_not_taken_for_free() -> None:
 
     with pytest.raises(TierAway):
         Time().claim("job", "a").admit(Away())
+
+
+def test_an_archiver_that_is_left_alone_lets_the_place_go(tmp_path: Path) -> None:
+    """It renews while trainers are heard of, and while it writes; not for ever when nobody is there any more."""
+
+    class Twice(threading.Event):
+        """Lets the thread look twice."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            assert timeout <= RENEW_S / 2
+            looks.append(timeout)
+            return len(looks) > 2
+
+    class Counting(Target):
+        def renew(self) -> None:
+            renewed.append(1)
+
+    node = Archiver(tmp_path)
+    node._targets = [Counting(str(tmp_path), "remote", 0, Seen(tmp_path), lambda _: None)]
+    for working, silent_s, times in ((False, 0.0, 2), (False, IDLE_S, 0), (True, IDLE_S, 2)):
+        looks, renewed = list[float](), list[int]()
+        node._working, node._alive = working, monotonic() - silent_s
+        node._renew(Twice())
+        assert len(renewed) == times
 
 
 @pytest.mark.acceptance

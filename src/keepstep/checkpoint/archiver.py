@@ -44,6 +44,8 @@ LOOK_S = 1.0
 GATHER_S, GATHER_LOOKS = 0.05, 4
 """Pauses in which the other ranks of this node may pin the same step, so that their parts are told of as one."""
 NICE = 10
+IDLE_S = 300.0
+"""When no trainer has been heard of for so long and nothing is being written, leases on tiers are left to run out."""
 LOCK_FILE = "archiver.lock"
 """Held for as long as an archiver of this node runs."""
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
@@ -67,6 +69,7 @@ class Archiver:
         self._config = CheckpointConfig(job=settings.read(node_dir).job)
         self._config_said = ""
         self._finishing = False
+        self._working = True
         self._serials: dict[Path, int] = {}
         self._alive = time.monotonic()
 
@@ -82,9 +85,11 @@ class Archiver:
                 self._after(one.version, [one], 0.0)
             while self._dir.is_dir():
                 self._read_config()
+                self._working = True
                 busy = self._round()
                 if self._done(busy):
                     return
+                self._working = False
                 self._wait(bell, busy)
         finally:
             ending.set()
@@ -96,10 +101,14 @@ class Archiver:
             self._teller.close()
 
     def _renew(self, ending: threading.Event) -> None:
-        """Keep the leases fresh while one generation takes long. A tier that hangs hangs this thread, too."""
+        """Keep the leases fresh, also while one generation takes long. A tier that hangs hangs this thread, too.
+
+        An archiver whose node was killed around it would else hold the place for as long as nobody ends it.
+        """
         while not ending.wait(CHECK_S):
-            for target in self._targets:
-                target.renew()
+            if self._working or time.monotonic() - self._alive < IDLE_S:
+                for target in self._targets:
+                    target.renew()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._finishing:

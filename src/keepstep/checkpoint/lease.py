@@ -6,8 +6,8 @@ end. It protects from a mistake and guards nothing: what a generation is made of
 lease that cannot be read counts for none, and two runs that start at the same instant part ways one renewal later: the
 later name stays.
 
-The dead hold nobody up: on the same host the process is asked for, a run of the same job goes on at once, and anything
-else waits for ``LEASE_S`` at most. Between hosts that takes clocks which differ by less than that.
+The dead hold nobody up: on the same host the process is asked for, a later run of the same job takes the place over at
+once, and anything else waits for ``LEASE_S`` at most. Between hosts that takes clocks which differ by less than that.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Lease(Struct, frozen=True, kw_only=True):
     Attributes:
         place: the host's boot and its name space of processes: where these are ours, ``pid`` means the same to us.
         start: of the process, in ticks since boot; process numbers are used again.
+        since_ns: when the process began to write for this run; of two runs of one job the later one is meant.
     """
 
     job: str
@@ -51,6 +52,7 @@ class Lease(Struct, frozen=True, kw_only=True):
     place: str
     pid: int
     start: str
+    since_ns: int
     at_ns: int
 
     @property
@@ -58,10 +60,19 @@ class Lease(Struct, frozen=True, kw_only=True):
         return self.place, self.pid, self.start
 
 
-def mine(job: str, run: str, now_ns: int) -> Lease:
+def mine(job: str, run: str, now_ns: int, since_ns: int = 0) -> Lease:
     """A lease of this process."""
     pid = os.getpid()
-    return Lease(job=job, run=run, host=socket.gethostname(), place=place(), pid=pid, start=started(pid), at_ns=now_ns)
+    return Lease(
+        job=job,
+        run=run,
+        host=socket.gethostname(),
+        place=place(),
+        pid=pid,
+        start=started(pid),
+        since_ns=since_ns,
+        at_ns=now_ns,
+    )
 
 
 def read(tier: Tier) -> Lease | None:
@@ -107,13 +118,13 @@ class Claim:
         self._checked_at: float | None = None
         self._refusal = ""
         self._written_at: float | None = None
-        self._met: dict[tuple[str, int, str], int] = {}
+        self._since_ns = 0
 
     def belongs(self, job: str, run: str) -> None:
         """Whose generations this process writes; may change with the node's settings."""
         with self._lock:
             if (job, run) != (self._job, self._run):
-                self._job, self._run = job, run
+                self._job, self._run, self._since_ns = job, run, self._now()
                 self._checked_at = self._written_at = None
 
     @property
@@ -141,7 +152,7 @@ class Claim:
                 raise TierHeld(self._refusal)
             if self.leads and (self._written_at is None or self.due):
                 self._written_at = clock
-                fresh = mine(self._job, self._run, self._now())
+                fresh = mine(self._job, self._run, self._now(), self._since_ns)
                 with contextlib.suppress(TierFull, TierDenied):  # what is written for its own sake will say so
                     tier.put(LEASE, [msgspec.json.encode(fresh) + b"\n"])
 
@@ -159,7 +170,4 @@ class Claim:
         """Whether this run may write although that lease is there."""
         if found.writer == mine("", "", 0).writer or (found.job, found.run) == (self._job, self._run):
             return True
-        if not living(found, now_ns):
-            return True
-        # A run of the same name is taken for one that died, until it is seen to renew its lease.
-        return found.job == self._job and found.at_ns == self._met.setdefault(found.writer, found.at_ns)
+        return not living(found, now_ns) or (found.job == self._job and found.since_ns < self._since_ns)
