@@ -14,7 +14,7 @@ from keepstep.trainer.attendant import FINISH_S
 from keepstep.trainer.attended import say
 from keepstep.trainer.exceptions import StateMismatch, StateNotPlain
 from keepstep.trainer.final import until_durable
-from keepstep.trainer.gate import Gate
+from keepstep.trainer.gate import Gate, needs_replica
 from keepstep.trainer.pacing_torch import Pacing
 from keepstep.trainer.recovery_torch import Found, Restorer, everybody_is_here
 from keepstep.trainer.steps import Step, require_entered
@@ -32,7 +32,7 @@ class Level1Loop:
         self.done = start
         self._pacing = Pacing(part.snapshots, part.rank, total)
         self._gate = Gate(part.snapshots, part.rank, lambda: False)
-        self._failing = self._handed = False
+        self._failing = self._handed = self._gated = False
 
     def run(self) -> Iterator[Step]:
         self._enter()
@@ -70,6 +70,13 @@ class Level1Loop:
         self._p.state.touched = False
         self._pacing.restart(step, self._p.config.snapshot_every)
         self._gate.restart()
+        self._set_gate()
+
+    def _set_gate(self) -> None:
+        """Where there is no keeper waiting for it would be in vain, and that has been said."""
+        part = self._p
+        copied = part.has_buddy and part.line.keeper_port > 0
+        self._gated = copied and needs_replica(self._pacing.every, part.state.replicated)
 
     def _restore(self) -> Found | None:
         """The newest state that all ranks can have; ``None`` to start at the beginning."""
@@ -121,8 +128,9 @@ class Level1Loop:
             if not self._failing:
                 say(part.rank, f"no snapshot of step {done}: {error}; training goes on, this is said once")
             self._failing = True
-        self._pacing.agree(done)
-        if part.has_buddy:
+        if self._pacing.agree(done):
+            self._set_gate()
+        if part.has_buddy and not self._gated:
             self._gate.look(done)
 
     def _save(self, version: Version, *, first: bool = False) -> None:
@@ -131,8 +139,11 @@ class Level1Loop:
         full = first or pacing.full(version.step)
         if full:
             if not first:
-                # Before the version before the last is overwritten, all ranks must hold the last one whole.
+                # Before the version before the last is overwritten, all ranks must hold the last one whole, and so must
+                # the nodes that have the copies: a lost node's state comes from there.
                 part.snapshots.await_copy()
+                if self._gated:
+                    self._await_replica(version.step - 1)
                 everybody_is_here()
                 if version.step < self._total:  # the last step is handed over at the end of the loop
                     pacing.agree_to_hold(version.step)
@@ -147,6 +158,11 @@ class Level1Loop:
                 pin=not first and version.step == pacing.held,
             )
         pacing.saved(full=full)
+
+    def _await_replica(self, step: int) -> None:
+        self._gate.wait(step)
+        if self._p.state.replicated and self._pacing.too_dear(self._gate):
+            self._gated = False
 
     def failed(self, step: Step, error: Exception) -> bool:
         return False
