@@ -240,6 +240,33 @@ def test_a_disk_that_is_really_full_gives_way_to_smaller_generations(tmp_path: P
         assert one.finish() == 0
 
 
+def test_halves_of_a_generation_that_a_full_disk_broke_do_not_stay(tmp_path: Path) -> None:
+    """One rank's part fits, another's does not: nobody waits for it, and the next generation has the room."""
+    shared = tmp_path / "shared"
+    with node(tmp_path / "node", CheckpointPolicy(dir=str(shared))) as one:
+        write_slot(slot_path(one.dir, 0), Version(100, 1), world_size=2)
+        write_slot(slot_path(one.dir, 1), Version(100, 1), rank=1, world_size=2, specs=LARGE)
+        one.start(before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000)))
+        assert one.hear("skipped", 100).rank == 1
+        await_(lambda: not one.pinned(0) and not one.pinned(1))
+        assert one.finish() == 0, one.said
+        assert not list(shared.glob("step-*/*"))
+
+
+def test_the_end_does_not_wait_for_what_an_earlier_run_left_half_written(tmp_path: Path) -> None:
+    """The part of its rank 1 will never come; a newer generation is complete, so nothing depends on it."""
+    shared = str(tmp_path / "shared")
+    desk = Desk(tmp_path / "earlier", CheckpointPolicy(dir=shared))
+    write_slot(slot_path(desk.dir, 0), Version(100, 1), world_size=2)
+    desk.scribe.write(slot_path(desk.dir, 0), 0, desk.config, desk.targets)
+    with node(tmp_path / "node", CheckpointPolicy(dir=shared)) as one:
+        write_slot(slot_path(one.dir, 0), Version(200, 1))
+        one.start()
+        one.hear("verified", 200)
+        assert one.finish() == 0
+        assert complete_steps(shared) == [200]
+
+
 @pytest.mark.acceptance
 def test_a_mount_that_went_away_is_not_replaced_by_its_mount_point(tmp_path: Path) -> None:
     """Also not by an archiver that starts afterwards; when the mount is back, so is the tier."""

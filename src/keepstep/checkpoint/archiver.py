@@ -116,7 +116,7 @@ class Archiver:
         self._finishing = True
 
     def _done(self, busy: bool) -> bool:
-        if busy or self._finisher.pending:
+        if busy or self._finisher.awaited:
             return False
         if self._finishing:
             return True
@@ -145,6 +145,10 @@ class Archiver:
         """What a version's parts make of the generation: alone on this node's disk, with the others' elsewhere."""
         for target in self._targets:
             parts = [one.parts[target.label] for one in written if target.label in one.parts]
+            if not target.by_itself:
+                whole = {part.rank for part in parts}
+                failed = {one.rank for one in written} - whole
+                self._finisher.tried(target, version, failed=failed, whole=whole)
             if not parts:
                 continue
             if target.by_itself:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from msgspec import Struct, structs
 
 from keepstep.checkpoint import catalog
 from keepstep.checkpoint.catalog import Generation
 from keepstep.checkpoint.exceptions import GenerationIncomplete, ManifestDamaged
-from keepstep.checkpoint.generation import folder
+from keepstep.checkpoint.generation import folder, part_name
 from keepstep.checkpoint.retention import UNFINISHED_S, Verdict, judge
 from keepstep.checkpoint.slot import Version
 from keepstep.model.settings import CheckpointPolicy
@@ -90,6 +90,14 @@ def remove(tier: Tier, version: Version) -> None:
     """Remove one generation, whole or not. Quiet where there is nothing."""
     for name in catalog.objects(tier.names(f"{folder(version)}/"), version):
         tier.remove(name)
+
+
+def remove_parts(tier: Tier, version: Version, ranks: Iterable[int]) -> None:
+    """Remove what some ranks have written of a generation that will not be complete."""
+    stems = {part_name(version, rank).rpartition("/")[2].partition(".")[0] for rank in ranks}
+    for name in catalog.objects(tier.names(f"{folder(version)}/"), version):
+        if name.rpartition("/")[2].partition(".")[0] in stems:
+            tier.remove(name)
 
 
 def _from_parts(tier: Tier, generation: Generation) -> Generation:

@@ -6,6 +6,7 @@ missed. What it had not finished when it died, its successor finds by looking.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 
@@ -42,6 +43,13 @@ class _Pending(Struct, kw_only=True):
     """False for what a run long ago left: looked at once, and not worth a note."""
 
 
+class _Tried(Struct, frozen=True, kw_only=True):
+    """Ranks of this node whose part of a generation could not be written, or is whole."""
+
+    failed: set[int]
+    whole: set[int]
+
+
 class Finisher:
     """Pending generations of the shared tier."""
 
@@ -56,11 +64,24 @@ class Finisher:
         self._tell, self._say, self._clock, self._now = tell, say, clock, now
         self._pending: dict[Version, _Pending] = {}
         self._scanned = False
+        self._newest: Version | None = None
+        """Newest complete generation of the shared tier that is known here."""
+        self._tried: dict[Version, _Tried] = {}
+        """Of the newest version, and of newer ones that came before it."""
 
     @property
     def pending(self) -> Collection[Version]:
         """Generations that wait for other nodes' parts."""
         return self._pending.keys()
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the end of the job waits for a generation: not for one that a newer complete one has overtaken.
+
+        Nodes write in order, so the parts of such a one would be there by now. Mostly an earlier run has left it, which
+        was killed while it wrote.
+        """
+        return any(self._newest is None or version > self._newest for version in self._pending)
 
     @property
     def wait_s(self) -> float | None:
@@ -71,10 +92,32 @@ class Finisher:
 
     def expect(self, version: Version, world_size: int, *, asked: bool = True, took_s: float = 0.0) -> None:
         """This generation's rank 0 is written, which took so long; the rest is awaited."""
+        if version in self._tried and self._tried[version].failed:
+            return
         now = self._clock()
         self._pending.setdefault(
             version, _Pending(version=version, world_size=world_size, since=now - took_s, next_look=now, asked=asked)
         )
+
+    def tried(self, target: Target, version: Version, *, failed: set[int], whole: set[int]) -> None:
+        """Parts of this node were tried: with one that could not be written there will be no generation.
+
+        It is not waited for, and the halves that this archiver has written are removed: on a full disk they would take
+        the next one's place.
+        """
+        mine = self._tried.get(version, _Tried(failed=set(), whole=set()))
+        mine = _Tried(failed=(mine.failed | failed) - whole, whole=(mine.whole | whole) - failed)
+        self._tried = {known: old for known, old in self._tried.items() if known > version} | {version: mine}
+        if not mine.failed:
+            return
+        self._pending.pop(version, None)
+        with contextlib.suppress(CheckpointError):
+            tier = target.open()
+            if not catalog.look(tier, version).complete:
+                collect.remove_parts(tier, version, mine.whole)
+        for rank in mine.whole:
+            if target.last.get(rank) == version:
+                del target.last[rank]
 
     @property
     def scanned(self) -> bool:
@@ -87,6 +130,8 @@ class Finisher:
         tier = target.admitted()
         found = catalog.read(tier)
         newest = catalog.newest(found)
+        if newest is not None:
+            self._completed(newest.version)
         for generation in found:
             if generation.complete or 0 not in generation.ranks:
                 continue
@@ -116,9 +161,13 @@ class Finisher:
                 self._later(pending, target, error)
             else:
                 del self._pending[pending.version]
+                self._completed(pending.version)
                 if not known:  # else it was pinned once more after a recovery
                     self._saved(target, manifest, self._clock() - pending.since)
                 self.tidy(target, config, writing)
+
+    def _completed(self, version: Version) -> None:
+        self._newest = version if self._newest is None else max(self._newest, version)
 
     def _later(self, pending: _Pending, target: Target, error: CheckpointError) -> None:
         now = self._clock()
