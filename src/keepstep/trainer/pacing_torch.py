@@ -107,6 +107,8 @@ class Pacing:
         dist.all_reduce(count)
         if int(count) == 0:
             self.held = step
+        elif self.held == step:
+            self.held = -1  # a try that was rolled back had agreed to it
         if busy:
             self._snapshots.skip(step, busy[0])
 

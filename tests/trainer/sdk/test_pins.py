@@ -129,6 +129,12 @@ def test_all_ranks_leave_out_what_one_cannot_take(rank: Rank, monkeypatch: pytes
     (note,) = [read(data) for data in heard(rank.agent)]
     assert note is not None
     assert (note.what, note.step) == ("skipped", 15)
+    rank.lift()
+    rank.pacing.agree_to_hold(15)
+    assert rank.pacing.held == 15
+    others = 1
+    rank.pacing.agree_to_hold(15)  # the step is done again after a recovery, and now another rank is busy
+    assert rank.pacing.held != 15
 
 
 def test_a_due_step_is_taken_whatever_the_interval(rank: Rank) -> None:
