@@ -112,7 +112,7 @@ class Finisher:
             return
         self._pending.pop(version, None)
         with contextlib.suppress(CheckpointError):
-            tier = target.open()
+            tier = target.admitted()
             if not catalog.look(tier, version).complete:
                 collect.remove_parts(tier, version, mine.whole)
         for rank in mine.whole:
