@@ -39,6 +39,7 @@ from keepstep.trainer.gate import Gate, needs_replica
 from keepstep.trainer.pacing_torch import Pacing
 from keepstep.trainer.phases import Phases
 from keepstep.trainer.recovery_torch import Found, Restorer, everybody_is_here
+from keepstep.trainer.saver import Saver
 from keepstep.trainer.steps import Step, require_entered
 
 if TYPE_CHECKING:
@@ -67,13 +68,8 @@ class Loop:
         self._replicated = False
         self._pacing = Pacing(session.snapshots, session.rank, total)
         self._gate = Gate(session.snapshots, session.rank, self._overtaken)
-        self._restorer = Restorer(
-            session.state,
-            session.snapshots,
-            session.token,
-            session.snap_dir,
-            self._overtaken,
-        )
+        self._saver = Saver(session.snapshots, session.rank)
+        self._restorer = Restorer(session.state, session.snapshots, session.token, session.snap_dir, self._overtaken)
 
     # ---------------------------------------------------------------- the loop
 
@@ -267,7 +263,7 @@ class Loop:
         if full:
             if session.has_buddy and not self._gated:
                 self._gate.look(step)
-            session.snapshots.save(
+            self._saver.save(
                 session.state,
                 version,
                 key=session.roster.key,
@@ -278,7 +274,7 @@ class Loop:
                 pin=step == self._pacing.held,
             )
         elif every != 1 and (every > 1 or session.state.replicated):
-            session.snapshots.save(session.state, version, key=session.roster.key, full=False, ring=False)
+            self._saver.save(session.state, version, key=session.roster.key, full=False, ring=False)
         self._pacing.saved(full=full)
 
     def _before_reduction(self) -> None:
