@@ -119,7 +119,10 @@ def test_export_and_import_safetensors(capsys: pytest.CaptureFixture[str], place
     assert optimizer["w.exp_avg"].tobytes() == state(20)["o/optimizer/0/0/exp_avg"].tobytes()
     (tmp_path / "in").mkdir()
     save_file({"w": state(5)["p/model/w"]}, tmp_path / "in" / "model.safetensors")
+    save_file({"w.exp_avg": state(5)["o/optimizer/0/0/exp_avg"]}, tmp_path / "in" / "optimizer.safetensors")
     ask(capsys, "import", tmp_path / "in", "--to", tmp_path / "new", "--step", 500, "--format", "safetensors")
+    names = [one["name"] for one in ask(capsys, "show", tmp_path / "new", "--tensors")["tensors"]]
+    assert names == ["p/model/w"], "a moment is no weight"
     (there,) = ask(capsys, "ls", tmp_path / "new")["generations"]
     assert (there["step"], there["state"], there["world_size"]) == (500, "verified", 1)
 
@@ -127,7 +130,9 @@ def test_export_and_import_safetensors(capsys: pytest.CaptureFixture[str], place
 def test_export_and_import_dcp(capsys: pytest.CaptureFixture[str], place: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     ask(capsys, "export", place, "--to", tmp_path / "dcp", "--format", "dcp")
-    ask(capsys, "import", tmp_path / "dcp", "--to", tmp_path / "new", "--step", 30, "--format", "dcp")
+    into = ("import", tmp_path / "dcp", "--to", tmp_path / "new", "--step", 30, "--format", "dcp")
+    assert "under 'net' but model, optimizer; say --model NAME" in refuse(capsys, *into, "--model", "net")
+    ask(capsys, *into)
     ask(capsys, "export", tmp_path / "new", "--to", tmp_path / "out", "--format", "safetensors")
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].tobytes() == state(30)["p/model/w"].tobytes()
 
@@ -177,6 +182,7 @@ def gc_place(place: Path) -> Path:
         (["export", "PLACE", "--to", "PLACE", "--format", "dcp"], 1, "is not empty"),
         (["export", "PLACE", "--to", "x", "--format", "zip"], exits.BAD_USAGE, "zip"),
         (["import", "EMPTY", "--to", "EMPTY", "--step", "1", "--format", "safetensors"], 1, "holds no *.safetensors"),
+        (["import", "/nowhere", "--to", "EMPTY", "--step", "1", "--format", "safetensors"], 1, "no such folder"),
         (["import", "EMPTY", "--to", "EMPTY", "--step", "-1", "--format", "dcp"], exits.BAD_USAGE, "0 or more"),
         (["ls", "--job", "no-such-job", "--state-dir", "EMPTY"], 1, "no run"),
     ],

@@ -184,14 +184,17 @@ def mapped_file(path: Path, size: int) -> Iterator[memoryview]:
 
 
 def look(directory: Path) -> list[Found]:
-    """All tensors of a folder's files, by name.
+    """All weights of a folder's files, by name. Optimizer state, which an export writes beside them, is left out.
 
     Raises:
         CheckpointError: there are none, a file is not in the format, or a name is there twice.
     """
+    if not directory.exists():
+        raise CheckpointError(f"{directory}: there is no such folder; name the one with the *.safetensors")
     files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else [directory]
+    files = [path for path in files if not path.name.startswith("optimizer")]
     if not files:
-        raise CheckpointError(f"{directory} holds no *.safetensors")
+        raise CheckpointError(f"{directory} holds no *.safetensors with weights")
     found: dict[str, Found] = {}
     for path in files:
         for one in _read_header(path):

@@ -189,7 +189,7 @@ def _read(directory: Path, names: Sequence[str]) -> dict[str, Any]:
         raise
     except Exception as error:  # DCP raises whatever its unpickler, planner or storage came upon
         raise CheckpointError(f"{directory} cannot be read as a DCP folder: {error}") from error
-    return tree
+    return dict.fromkeys(tops) | tree  # those that were not asked for by name only
 
 
 def _optimizer(
