@@ -355,6 +355,8 @@ class TestCheckpoints:
         (tmp_path / "file").write_text("")
         with pytest.raises(PreflightError, match=r"--ckpt-dir .*file/x cannot be written"):
             policy.check(CheckpointPolicy(dir=str(tmp_path / "file" / "x")))
+        with pytest.raises(PreflightError, match="file cannot be written: it is a file"):
+            policy.check(CheckpointPolicy(dir=str(tmp_path / "file")))
 
     def test_a_directory_that_another_running_job_writes_to_is_told_of(self, tmp_path: Path) -> None:
         """Not the job's own, not what a dead or silent writer left, not what nobody has written."""

@@ -93,8 +93,9 @@ def check_directory(path: Path, flag: str) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(probe)
     except OSError as error:
+        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
         raise PreflightError(
-            f"{flag} {path} cannot be written: {error.strerror}",
+            f"{flag} {path} cannot be written: {why}",
             help=f"set {flag} to a directory of yours that has room",
         ) from error
 
