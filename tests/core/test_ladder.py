@@ -56,6 +56,8 @@ def situation(**changes: Any) -> Situation:
         ({"category": "user_code", "user_faults": 2}, "stop", 17),
         ({"category": "user_code", "user_faults": 1, "user_retries": 0}, "stop", 17),
         ({"category": "user_code", "user_faults": 3, "user_retries": 5}, "in_process", 0),
+        ({"category": "user_code", "user_faults": 1, "worker_code": 65}, "stop", 65),
+        ({"category": "user_code", "user_faults": 1, "worker_code": 66}, "in_process", 0),
     ],
 )
 def test_rung(changes: dict[str, Any], rung: str, code: int) -> None:

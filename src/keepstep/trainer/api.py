@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from keepstep import __version__
-from keepstep.model import env
+from keepstep.model import env, exits
 from keepstep.model.beat import Phase
 from keepstep.trainer.exceptions import StepMisused
 from keepstep.trainer.steps import PlainLoop, Step
@@ -149,9 +149,16 @@ def _level1(who: Identity, asked: Checkpoint | None) -> Level1 | None:
 
     if asked is None and not options.wanted(os.environ):
         return None
+    from keepstep.checkpoint.exceptions import BadSetting
     from keepstep.trainer.level1_torch import Level1
 
-    return Level1(who, asked or options.Checkpoint())
+    try:
+        return Level1(who, asked or options.Checkpoint())
+    except BadSetting as error:
+        if asked is not None:
+            raise  # the script's own argument: its author wants to see the line
+        print(f"keepstep: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(exits.BAD_CONFIG) from None
 
 
 def pause(name: str) -> AbstractContextManager[None]:

@@ -31,6 +31,15 @@ class Held(Protocol):
     def remind(self) -> None: ...
 
 
+def say_if_over(step: int, total: int, rank: int) -> None:
+    """A job that has all its steps behind it when it starts must not look as if it had trained."""
+    if rank == 0 and step >= total:
+        _say(
+            f"nothing is left to do: the state is of step {step}, and ks.steps({total}) ends there or before; ask for "
+            f"more steps, or start anew with --no-resume or another directory"
+        )
+
+
 def until_durable(snapshots: Held, version: Version, *, archiver: Path, rank: int, stop: Callable[[], bool]) -> bool:
     """Hand the last version to the archiver, once it has written what it has, and wait until it has written it.
 

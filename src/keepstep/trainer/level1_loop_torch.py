@@ -13,7 +13,7 @@ from keepstep.model import env
 from keepstep.trainer.attendant import FINISH_S
 from keepstep.trainer.attended import say
 from keepstep.trainer.exceptions import StateMismatch, StateNotPlain
-from keepstep.trainer.final import until_durable
+from keepstep.trainer.final import say_if_over, until_durable
 from keepstep.trainer.gate import Gate, needs_replica
 from keepstep.trainer.pacing_torch import Pacing
 from keepstep.trainer.recovery_torch import Found, Restorer, everybody_is_here
@@ -57,6 +57,7 @@ class Level1Loop:
         self._begin(found.version.step)
         if part.rank == 0:
             say(None, f"going on from step {found.version.step} ({found.source})")
+        say_if_over(found.version.step, self._total, part.rank)
         if found.version not in part.snapshots.private():
             self._save(found.version, first=True)
 

@@ -21,12 +21,14 @@ from torch import distributed as dist
 
 from keepstep.checkpoint import nodedir, room
 from keepstep.checkpoint.config import CheckpointConfig
-from keepstep.checkpoint.exceptions import BadSetting, NotEnoughMemory
+from keepstep.checkpoint.exceptions import BadSetting, NotEnoughMemory, TierError
 from keepstep.checkpoint.files import write_atomic
+from keepstep.checkpoint.tiers.open import open_tier
 from keepstep.model import env, exits
 from keepstep.model.ids import MINOR_BITS, Epoch, NodeId, Rank, SlotId
 from keepstep.model.placement import Host
 from keepstep.model.placement import place as place_copies
+from keepstep.model.settings import CheckpointPolicy
 from keepstep.model.topology import Member, Place, Roster
 from keepstep.trainer import options
 from keepstep.trainer.attendant import TOKEN
@@ -39,6 +41,8 @@ from keepstep.trainer.recovery_torch import everybody_is_here
 from keepstep.trainer.snapshots_torch import Snapshots
 from keepstep.trainer.state_torch import State
 
+PROBE_S = 5.0
+"""How long the look at a durable tier before the run may try again."""
 ORIGIN = "torchrun"
 
 
@@ -71,6 +75,7 @@ class Level1:
         self._node = self._cards[self.rank].node
         self.node_dir = options.node_dir(root, self.config.job, self._node)
         self.snap_dir = self.node_dir / env.SNAP_DIR
+        _check_places(self.config.policy, shared=self.rank == 0, local=self.who.local_rank == 0)
         self.line = self._attend()
         self.roster = self._write_roster()
         self.snapshots = Snapshots(self.snap_dir, self.rank, self.node_dir / env.KEEPER_SOCKET, self.config)
@@ -194,6 +199,20 @@ class Level1:
 
 
 # -------------------------------------------------------------------- helpers
+
+
+def _check_places(policy: CheckpointPolicy, *, shared: bool, local: bool) -> None:
+    """Find out before the run what the first generation would find out during it."""
+    for url, label, mine in ((policy.dir, "remote", shared), (policy.local_dir, "local", local)):
+        if not (url and mine):
+            continue
+        probe = f".keepstep-probe.{os.getpid()}"
+        try:
+            tier = open_tier(url, label, create=True, budget_s=PROBE_S)
+            tier.put(probe, [b"probe"])
+            tier.remove(probe)
+        except TierError as error:
+            raise BadSetting(f"no checkpoint can be written to {url}: {error}", "choose or mend the place") from error
 
 
 def _require_cpu_group() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from keepstep.checkpoint.slot import Version
+from keepstep.model import exits
 from keepstep.model.beat import Phase
 from keepstep.model.topology import Roster
 from keepstep.model.wire import (
@@ -33,7 +34,7 @@ from keepstep.trainer.exceptions import (
     StateNotPlain,
     StepMisused,
 )
-from keepstep.trainer.final import until_durable
+from keepstep.trainer.final import say_if_over, until_durable
 from keepstep.trainer.frameworks_torch import reset_after_abort
 from keepstep.trainer.gate import Gate, needs_replica
 from keepstep.trainer.pacing_torch import Pacing
@@ -102,10 +103,13 @@ class Loop:
         try:
             found = self._resume(roster)
         except Exception as error:
-            if not self._absorb(error, self.done):
-                raise
-            return
+            if self._absorb(error, self.done):
+                return
+            if isinstance(error, (CannotResume, StateMismatch)):
+                raise session.refuse(error, exits.BAD_CONFIG) from None
+            raise
         if found is not None and found.version is not None:
+            say_if_over(found.version.step, self._total, session.rank)
             self._go_on(roster, found, {})
             return
         session.snapshots.forget_all()

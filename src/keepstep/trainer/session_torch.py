@@ -16,6 +16,7 @@ from keepstep.checkpoint import room
 from keepstep.checkpoint.exceptions import NotEnoughMemory
 from keepstep.model import env, exits
 from keepstep.model.beat import Phase
+from keepstep.model.facts import UserError
 from keepstep.model.topology import Roster
 from keepstep.model.wire import TakeSeat, WorkerFailed
 from keepstep.trainer.beat import Beat
@@ -103,9 +104,20 @@ class Session:
                 full_every=config.policy.full_every,
             )
         except NotEnoughMemory as error:
-            print(f"keepstep: {error}", file=sys.stderr, flush=True)
-            self.report_failure(error, 0)
-            raise SystemExit(exits.PREFLIGHT) from error
+            raise self.refuse(error, exits.PREFLIGHT) from None
+
+    def refuse(self, error: Exception, code: int) -> SystemExit:
+        """Say why this process cannot take part, in a sentence; the caller raises what this returns.
+
+        It is no fault of the script's lines, and would be the same at the next try: so no traceback, no place.
+        """
+        print(f"keepstep: {error}", file=sys.stderr, flush=True)
+        said = UserError(type=type(error).__name__, message=str(error)[:2000])
+        if not self._reported:
+            self._reported = True
+            self.control.send(WorkerFailed(error=said))
+            self.control.flush(FAREWELL_S)
+        return SystemExit(code)
 
     def readable(self, loss: Any) -> Any:
         """A number, or a promise of one: reading a loss from a device now would wait for the device."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +79,24 @@ class TestName:
         assert where.parent.parent == Path("/r")
         assert len(where.name) <= options.MAX_NAME
         assert options.node_name({"KEEPSTEP_NODE_NAME": "n1"}) == "n1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("KEEPSTEP_CKPT_EVERY", "often", "KEEPSTEP_CKPT_EVERY"),
+        ("KEEPSTEP_CKPT_DIR", "gopher://there", "gopher"),
+        ("KEEPSTEP_CKPT_DIR", "/dev/null", "/dev/null"),
+    ],
+)
+def test_a_wrong_environment_is_refused_in_a_sentence(tmp_path: Path, name: str, value: str, says: str) -> None:
+    """Before the run, with the code for a wrong configuration, and without a traceback."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("KEEPSTEP_")}
+    environ |= {"KEEPSTEP_RUNTIME_DIR": str(tmp_path / "r"), "KEEPSTEP_CKPT_DIR": str(tmp_path / "c"), name: value}
+    done = subprocess.run(
+        [sys.executable, "-c", "import keepstep; keepstep.init()"],
+        env=environ, capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    assert done.returncode == 65, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr

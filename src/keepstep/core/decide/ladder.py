@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from keepstep.model.exits import NO_PROGRESS, REQUEUE
+from keepstep.model.exits import BAD_CONFIG, NO_PROGRESS, REQUEUE
 from keepstep.model.ids import NodeId, Rank
 from keepstep.model.records import Category, Rung
 from keepstep.model.topology import fold_ranks
@@ -105,6 +105,8 @@ def _user_verdict(s: Situation) -> str:
     """Why retrying user code is pointless; empty when a retry is worth it."""
     if s.category != "user_code":
         return ""
+    if s.level and s.worker_code == BAD_CONFIG:
+        return f"the processes refused to start ({s.signature.split('@')[0]}), and would again"
     if s.level and s.repeated:
         return f"{s.signature} came back at the same step: it is the code or the data"
     if s.level and s.user_faults > s.user_retries:
