@@ -6,6 +6,8 @@ script runs in all three.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 from datetime import timedelta
 
@@ -65,7 +67,20 @@ def join_plain(timeout: timedelta | None) -> Identity:
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         else:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        if device.type == "cpu":
+            atexit.register(_leave)
     return Identity(rank=dist.get_rank(), local_rank=local_rank, world_size=dist.get_world_size(), device=str(device))
+
+
+def _leave() -> None:
+    """End the groups that we made while the interpreter still stands.
+
+    gloo's threads live as long as its groups; one that wants the interpreter's lock after its end takes the process
+    down with ``terminate called without an active exception``, though the script has done all it had to do.
+    """
+    with contextlib.suppress(Exception):
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _agent_store() -> Store | None:
