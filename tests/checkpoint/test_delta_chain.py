@@ -66,10 +66,7 @@ def written() -> Chain:
 def read(tier: MemoryTier, part: Part, damage: list[Damage] | None = None, *others: MemoryTier) -> bytes:
     reader = Reader([tier, *others], part.version, told=None if damage is None else damage.append)
     reader.manifest()
-    try:
-        return bytes(reader.stretch(0, 0, part.payload))
-    finally:
-        reader.close()
+    return bytes(reader.stretch(0, 0, part.payload))
 
 
 def test_every_link_is_its_state_bit_for_bit(written: Chain) -> None:

@@ -185,10 +185,12 @@ def test_after_a_restart_nodes_are_expected_back(tmp_path: Path) -> None:
         address = controller.start()
 
         async def arrive(*nodes: str) -> None:
+            connected = []  # held, or a closed connection would be noted before the end
             for node in nodes:
                 client, welcome = await Client.welcomed(address.agent_port, node=node)
                 client.report(joined(welcome.acked + 1, node=node))
                 await client.acked(welcome.acked + 1)
+                connected.append(client)
             controller.kill()
 
         async def one_returns() -> None:
