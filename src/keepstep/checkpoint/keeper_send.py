@@ -77,7 +77,7 @@ class Pusher(threading.Thread):
         self._rank, self._target = rank, target
         self._pace, self._traffic, self._tell, self._say = pace, traffic, tell, say
         self._confirm_s = confirm_s
-        self._bell, self._end = threading.Event(), threading.Event()
+        self._bell, self._end, self._news = threading.Event(), threading.Event(), threading.Event()
         self._files, self._hold = OpenFiles(directory, rank), Hold(directory.parent, rank)
         self._slow, self._cut_off = False, 0
         self._sent_to: Target | None = None
@@ -91,11 +91,13 @@ class Pusher(threading.Thread):
         """There may be something to do. ``confirm``: also what is acknowledged already has to be asked for again."""
         if confirm:
             self._confirm_at = 0.0
+            self._news.set()
         self._bell.set()
 
     def stop(self) -> None:
         self._end.set()
         self._bell.set()
+        self._news.set()
 
     def run(self) -> None:
         pause = RETRY_FIRST_S
@@ -111,8 +113,9 @@ class Pusher(threading.Thread):
             except (OSError, CheckpointError, FrameError) as error:
                 self._gap.why = str(error)
                 self._say(f"push {self._rank}", f"rank {self._rank}: no replica on the buddy node yet ({error})")
-                self._end.wait(pause)
-                pause = min(2 * pause, RETRY_LAST_S)
+                # A new roster may name another node: what was tried in vain before says nothing about that one.
+                pause = RETRY_FIRST_S if self._news.wait(pause) else min(2 * pause, RETRY_LAST_S)
+                self._news.clear()
                 self._bell.set()
             self._gap.look(time.monotonic())
 

@@ -347,6 +347,7 @@ class Snapshots:
         for kept in (self._full, self._private):
             if kept is not None:
                 kept.forget_after(version)
+        self._ring(self._keeper, version.step)  # it may have taken what is gone now for the newest, and be content
 
     def forget_all(self) -> None:
         self.settle()

@@ -218,3 +218,15 @@ def test_a_wrong_copy_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEEPSTEP_COPY", "fast")
     with pytest.raises(StepMisused, match="KEEPSTEP_COPY='fast' is none of auto, blocking, overlapped"):
         copy_mode()
+
+
+def test_the_keeper_hears_of_a_rollback_once_it_is_true(rank: Rank, tmp_path: Path) -> None:
+    """It may have copied the step that is forgotten, and be content: after that it must look again."""
+    keeper = listen(tmp_path / "keeper.sock")
+    rank.save(1)
+    rank.save(2)
+    rank.keep.load(rank.state, Version(1, 1), shards=True)
+    heard(keeper)
+    rank.keep.forget_after(Version(1, 1))
+    assert rank.keep.full() == (Version(1, 1),)
+    assert heard(keeper) == [b"7 1"]
