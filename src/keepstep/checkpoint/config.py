@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
 from keepstep.checkpoint.exceptions import CheckpointError
+from keepstep.checkpoint.files import write_atomic
 from keepstep.model.env import CHECKPOINT_FILE
 from keepstep.model.ids import JobId
 from keepstep.model.settings import CheckpointPolicy
@@ -37,10 +37,7 @@ class CheckpointConfig(Struct, frozen=True, kw_only=True):
 
 def write(node_dir: Path, config: CheckpointConfig) -> None:
     """Put the file there, whole."""
-    path = node_dir / CHECKPOINT_FILE
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(config)) + b"\n")
-    os.replace(fresh, path)
+    write_atomic(node_dir / CHECKPOINT_FILE, msgspec.json.format(msgspec.json.encode(config)) + b"\n")
 
 
 def read(node_dir: Path, job: str = "") -> CheckpointConfig:
