@@ -1,4 +1,4 @@
-"""Small file manners that several processes of a node share: replace whole, read a number that may not be there."""
+"""Small file manners that several processes share: replace whole, read a number that may not be there."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from pathlib import Path
 def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Readers see the old content or the new, never half of it; ``durable`` survives a power cut, too."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     if durable:
         with contextlib.suppress(OSError):
             folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

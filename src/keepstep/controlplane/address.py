@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from keepstep.checkpoint.files import write_atomic
 from keepstep.controlplane.exceptions import PreflightFailed
 
 ADDRESS_FILE = "controller.json"
@@ -51,16 +52,7 @@ def read_address(run_dir: Path) -> Address | None:
 
 def write_address(run_dir: Path, address: Address) -> None:
     """Replace ``controller.json`` as a whole: a reader sees the old one or the new one."""
-    temporary = run_dir / f".{ADDRESS_FILE}.new"
-    try:
-        with temporary.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(address)) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(run_dir / ADDRESS_FILE)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_atomic(run_dir / ADDRESS_FILE, msgspec.json.format(msgspec.json.encode(address)) + b"\n", durable=True)
 
 
 @contextlib.contextmanager
