@@ -4,7 +4,7 @@ with nothing."""
 from __future__ import annotations
 
 import contextlib
-import mmap
+import os
 import socket
 import tempfile
 import threading
@@ -63,8 +63,8 @@ class Flaky(Line):
     spoil: Callable[[bytearray, int], None] | None = None
     carried = 0
 
-    def send_bulk(self, memory: mmap.mmap, start: int, end: int) -> None:
-        data = bytearray(memory[start:end])
+    def send_file(self, fd: int, start: int, end: int) -> None:
+        data = bytearray(os.pread(fd, end - start, start))
         if self.spoil is not None:
             self.spoil(data, start)
         take = min(len(data), self.budget)

@@ -116,6 +116,10 @@ class Arrival:
         start = HEADER + number * sums.CHUNK
         return memoryview(self.slot.memory)[start : min(start + sums.CHUNK, self.passport.size)]
 
+    def nbytes(self, first: int, behind: int) -> int:
+        """Bytes of these chunks together."""
+        return min(HEADER + behind * sums.CHUNK, self.passport.size) - (HEADER + first * sums.CHUNK)
+
     def check(self, number: int) -> bool:
         """Whether a chunk that has been filled is what it should be; it counts from here on if so."""
         with self.view(number) as view:

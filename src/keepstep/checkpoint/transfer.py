@@ -150,7 +150,7 @@ def _send_range(line: Line, slot: Slot, start: int, end: int, *, serial: int, pa
             raise PeerUnreachable(f"{line.who} is no longer needed")
         if slot.serial != serial:
             raise VersionGone(f"{slot.path.name}: was overwritten while it was sent")
-        line.send_bulk(slot.memory, at, piece)
+        line.send_file(slot.fileno(), at, piece)
         at = piece
 
 
@@ -236,6 +236,7 @@ def _pull(
     checker = threading.Thread(target=check, name="keepstep-check", daemon=True)
     checker.start()
     size, done = arrival.passport.size - HEADER, arrival.received
+    line.expect(sum(arrival.nbytes(first, behind) for first, behind in ranges))
     try:
         for first, behind in ranges:
             for number in range(first, behind):
