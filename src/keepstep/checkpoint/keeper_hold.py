@@ -61,9 +61,10 @@ class Hold:
         copy.finish()
 
     def drop(self) -> None:
-        """Give the memory back."""
+        """Give the memory back: the copy, its checksums, and what a keeper that was killed had of them."""
         if self.slot is not None:
             self.slot.close()
             self.slot = None
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
+        for path in (self._path, *self._path.parent.glob(f"{self._path.name}.sums*")):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
