@@ -24,7 +24,8 @@ from keepstep.cli.net import own_address_towards, resolve, who_listens
 DRIVER = """
 import signal, sys
 from pathlib import Path
-from keepstep.cli import family, launch
+from keepstep.agent import proc
+from keepstep.cli import launch
 from keepstep.cli.children import Signals
 from keepstep.cli.flags import parse
 from keepstep.cli.home import Home
@@ -36,7 +37,7 @@ plan = make_plan(parse(["t.py"], {}))
 checked = Checked(nproc=1, address="127.0.0.1", local=True, own="127.0.0.1", root=home_dir, remarks=())
 home = Home("job", home_dir, checked)
 home.agent_argv = [sys.executable, "-c", agent, str(home_dir)]
-family.adopt_orphans()
+proc.become_subreaper()
 with Signals(plan.signals) as signals:
     try:
         code = launch.Watch(plan, home, signals).until_the_end()

@@ -8,6 +8,8 @@ import os
 import signal
 from dataclasses import dataclass
 
+from keepstep.checkpoint.process import stat_fields
+
 _PR_SET_CHILD_SUBREAPER = 36
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -26,15 +28,11 @@ class Stat:
 
 def stat(pid: int) -> Stat | None:
     """``None`` when there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            data = file.read()
-    except OSError:
+    fields = stat_fields(pid)
+    if not fields:
         return None
-    # The command may contain blanks and brackets; the fields start after its last bracket.
-    fields = data[data.rindex(b")") + 2 :].split()
     return Stat(
-        state=fields[0].decode(),
+        state=fields[0],
         parent=int(fields[1]),
         session=int(fields[3]),
         cpu_ticks=int(fields[11]) + int(fields[12]),

@@ -1,4 +1,7 @@
-"""Process: which process wrote something, so that whoever finds it can tell whether that one may still be at work."""
+"""Process: which process wrote something, so that whoever finds it can tell whether that one may still be at work.
+
+The lowest floor that reads ``/proc``: what is read of a process here is read the same way everywhere above.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,18 @@ def place() -> str:
         return f"{socket.gethostname()} {os.getpid()}"
 
 
+def stat_fields(pid: int) -> list[str]:
+    """``/proc/<pid>/stat`` from the state on (proc_pid_stat(5), third field); empty where there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            data = file.read()
+    except OSError:
+        return []
+    # The command may contain blanks and brackets; the fields start after its last bracket.
+    return data.rpartition(b")")[2].decode().split()
+
+
 def started(pid: int) -> str:
     """When a process started, in ticks: process numbers are used again. Empty where there is none that runs."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]
-    except (OSError, IndexError):
-        return ""
+    fields = stat_fields(pid)
+    return fields[19] if fields and fields[0] not in "ZX" else ""

@@ -204,9 +204,9 @@ class Cluster:
                 continue
             try:
                 environ = (entry / "environ").read_bytes()
-                if marker not in environ or (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                    continue
             except OSError:
+                continue
+            if marker not in environ or not is_alive(int(entry.name)):
                 continue
             found = environ.partition(marker)[2].partition(b"\0")[0].decode()
             if node is None or found == node:

@@ -9,6 +9,8 @@ import socket
 import tempfile
 from pathlib import Path
 
+from keepstep.checkpoint.process import started
+
 
 def memory_root() -> Path:
     """A short path in memory where there is one: sockets in it must stay below 108 bytes."""
@@ -38,10 +40,7 @@ def words_of(pid: int) -> str:
 
 def is_alive(pid: int) -> bool:
     """Whether the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return started(pid) != ""
 
 
 def listening_inode(port: int) -> str | None:

@@ -1,35 +1,29 @@
 """The launcher's descendants: adopted when their parents die, counted, and in the end all gone.
 
-As a *child subreaper* (prctl(2)) the launcher becomes the parent of every orphan below it, whatever sessions and groups
-they have made. So the processes of this node can always be found by walking down from here, without any list.
+As a *child subreaper* (``proc.become_subreaper``) the launcher becomes the parent of every orphan below it, whatever
+sessions and groups they have made. So the processes of this node can always be found by walking down from here,
+without any list.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import time
-from pathlib import Path
 
-_PR_SET_CHILD_SUBREAPER = 36
+from keepstep.agent import proc
+
 GONE_S = 5.0
 """How long killed processes may take to disappear before they are given up as unkillable (state D)."""
-
-
-def adopt_orphans() -> bool:
-    """Become the parent of all orphans below this process; False where the kernel does not know how."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    return int(libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)) == 0
 
 
 def descendants(root: int | None = None) -> list[int]:
     """Every process below ``root`` (this one by default), parents before children; zombies left out."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
-        if entry.isdecimal() and (found := _parent_and_state(int(entry))) is not None and found[1] not in "ZX":
-            children.setdefault(found[0], []).append(int(entry))
+        if entry.isdecimal() and (found := proc.stat(int(entry))) is not None and found.state not in "ZX":
+            children.setdefault(found.parent, []).append(int(entry))
     found_pids: list[int] = []
     todo = [os.getpid() if root is None else root]
     while todo:
@@ -37,15 +31,6 @@ def descendants(root: int | None = None) -> list[int]:
             found_pids.append(pid)
             todo.append(pid)
     return found_pids
-
-
-def _parent_and_state(pid: int) -> tuple[int, str] | None:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    state, parent = text.rpartition(")")[2].split()[:2]
-    return int(parent), state
 
 
 def kill_all(spare: frozenset[int] = frozenset(), *, timeout_s: float = GONE_S) -> int:

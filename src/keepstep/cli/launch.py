@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from keepstep.agent import proc
 from keepstep.agent.files import write_atomic
 from keepstep.cli import family, flags, policy, preflight
 from keepstep.cli.banner import announce
@@ -47,7 +48,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     checked = preflight.check(plan, environ)
     for remark in (*plan.remarks, *checked.remarks):
         say(remark)
-    family.adopt_orphans()
+    proc.become_subreaper()
     with Signals(plan.signals) as signals:
         home = settle(plan, checked, signals, environ)
         if isinstance(home, int):

@@ -11,11 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from keepstep.agent import proc
 from keepstep.cli.demo_watch import read_beat
 from keepstep.cli.source import Source, node_configs
-
-_START_FIELD = 19
-"""Of /proc/PID/stat, counted behind the name: when the process started, in ticks."""
 
 
 def add_local(source: Source, job: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +46,6 @@ def _pid(slot: Mapping[str, Any]) -> int | None:
     """Only while it is the same process: people will kill what they read here."""
     try:
         pid, start = int(slot["pid"]), int(slot["start"])
-        stat = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
-    except (OSError, KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError):
         return None
-    return pid if stat[0] != "Z" and int(stat[_START_FIELD]) == start else None
+    return pid if proc.is_alive(pid, start) else None
