@@ -89,7 +89,7 @@ class Arrival:
             slot.begin()
             room = align(passport.size) + _SUM_BYTES * len(passport.table)
             if room > slot.size:
-                slot.reserve(room)
+                slot.reserve(room, beside=True)
         self._serial = slot.serial
         if there and not self.done:
             for number in range(len(self._sound)):

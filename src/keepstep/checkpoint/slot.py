@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from keepstep.checkpoint import sums
+from keepstep.checkpoint import pages, sums
 from keepstep.checkpoint.exceptions import SlotDamaged, SlotFull, SlotInvalid
 
 HEADER = 4096
@@ -37,8 +37,6 @@ _WORDS = 16
 _IDENTITY = (_MAGIC, _STEP, _EPOCH, _DATA, _META, _META_SUM)
 _FORMAT = struct.Struct(f"<{len(_IDENTITY)}q")
 _SUM = struct.Struct("<q")
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux 5.14: make every page present and writable now instead of at the first step."""
 
 
 class Version(Struct, frozen=True, order=True):
@@ -139,14 +137,17 @@ class Slot:
                 f"run with --snapshot-every 0"
             ) from error
 
-    def reserve(self, size: int) -> None:
-        """Make room for ``size`` bytes and touch every page, so that no step pays for page faults."""
+    def reserve(self, size: int, *, beside: bool = False) -> None:
+        """Make room for ``size`` bytes and touch every page, so that no step pays for page faults.
+
+        Args:
+            beside: come back at once and touch them from the front meanwhile, for somebody who fills them in order.
+        """
         self.grow(size)
-        try:
-            self.memory.madvise(_POPULATE_WRITE)
-        except OSError:  # an older kernel: one store per page does the same
-            for page in range(HEADER, self.size, mmap.PAGESIZE):
-                self.memory[page] = self.memory[page]
+        if beside:
+            pages.populate_beside(self.memory)
+        else:
+            pages.populate(self.memory)
 
     def grow(self, size: int) -> bool:
         """Make room for ``size`` bytes; true when ``memory`` is a new mapping and views into the old one are stale."""
