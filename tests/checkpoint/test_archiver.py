@@ -253,6 +253,28 @@ def test_halves_of_a_generation_that_a_full_disk_broke_do_not_stay(tmp_path: Pat
         assert not list(shared.glob("step-*/*"))
 
 
+def test_ranks_that_fit_and_ranks_that_do_not_are_one_trouble(tmp_path: Path) -> None:
+    """The small part of rank 0 fits each time: no line per try, no "works again", and no generation that is none."""
+    shared, local = tmp_path / "shared", tmp_path / "local"
+    with node(tmp_path / "node", CheckpointPolicy(dir=str(shared), local_dir=str(local))) as one:
+        for step in (100, 200, 300):
+            write_slot(slot_path(one.dir, 1), Version(step, 1), rank=1, world_size=2, specs=LARGE)
+            write_slot(slot_path(one.dir, 0), Version(step, 1), world_size=2)
+            if step == 100:
+                one.start(before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000)))
+            one.ring()
+            await_(lambda: not one.pinned(0) and not one.pinned(1))
+        assert one.finish() == 0, one.said
+        for label in ("local", "remote"):
+            (line,) = (line for line in one.said.splitlines() if f"{label} tier" in line)
+            assert "step 100 is left out (the parts of 1 of 2 ranks on this node)" in line
+        assert "works again" not in one.said
+        one.ear.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            one.hear("saved", 300)
+        assert "saved" not in {note.what for note in one.notes}
+
+
 def test_the_end_does_not_wait_for_what_an_earlier_run_left_half_written(tmp_path: Path) -> None:
     """The part of its rank 1 will never come; a newer generation is complete, so nothing depends on it."""
     shared = str(tmp_path / "shared")
@@ -338,7 +360,10 @@ class Desk:
 
     def write(self, step: int, specs: tuple[Spec, ...] = LARGE, *, seal: bool = True) -> object:
         write_slot(slot_path(self.dir, 0), Version(step, 1), specs=specs, seal=seal, steady=True)
-        return self.scribe.write(slot_path(self.dir, 0), 0, self.config, self.targets)
+        found = self.scribe.write(slot_path(self.dir, 0), 0, self.config, self.targets)
+        for target in self.targets:
+            target.settle(Version(step, 1), {0})
+        return found
 
     def parts(self, label: str) -> list[str]:
         tier = next(target for target in self.targets if target.label == label).open()
@@ -433,7 +458,7 @@ def test_without_a_keeper_the_archiver_makes_the_checksums(tmp_path: Path) -> No
     assert desk.parts("remote") == ["safetensors"]
 
 
-def test_a_trouble_is_said_once_until_it_is_over(tmp_path: Path) -> None:
+def test_a_trouble_is_said_once_until_a_generation_is_complete(tmp_path: Path) -> None:
     """A hundred generations into a read-only directory make one line, and one more when it works again."""
     desk = Desk(tmp_path, CheckpointPolicy(dir=str(tmp_path / "far")))
     target = desk.targets[0]
@@ -441,12 +466,17 @@ def test_a_trouble_is_said_once_until_it_is_over(tmp_path: Path) -> None:
     target._tier = read_only(tmp_path / "far")
     for step in range(1, 5):
         desk.write(step, LARGE[1:])
-    assert len(desk.said) == 1
-    assert "make it writable" in desk.said[0]
+    (said,) = desk.said
+    assert "step 1 is left out (the parts of 1 of 1 ranks on this node)" in said
+    assert "make it writable" in said
     target._tier = whole
+    target.hurry()
     desk.write(5, LARGE[1:])
+    assert len(desk.said) == 1, "a part alone ends nothing"
+    target.worked(Version(5, 1))
     assert len(desk.said) == 2
-    assert "works again" in desk.said[1]
+    assert "works again, step 5 is there" in desk.said[1]
+    assert "4 generations from step 1 to 4 are missing" in desk.said[1]
 
 
 def test_a_copy_that_was_owed_when_the_archiver_died_is_made_by_the_next(tmp_path: Path) -> None:

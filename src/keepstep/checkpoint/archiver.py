@@ -82,7 +82,7 @@ class Archiver:
         try:
             self._read_config()
             for one in self._scribe.catch_up(self._targets):
-                self._after(one.version, [one], 0.0)
+                self._after(one.version, [one], 0.0, {one.rank})
             while self._dir.is_dir():
                 self._read_config()
                 self._working = True
@@ -116,7 +116,7 @@ class Archiver:
         self._finishing = True
 
     def _done(self, busy: bool) -> bool:
-        if busy or self._finisher.awaited:
+        if busy or self._finisher.awaited or self._paused_s > 0:
             return False
         if self._finishing:
             return True
@@ -126,37 +126,55 @@ class Archiver:
 
     def _round(self) -> bool:
         """Write everything that is pinned, oldest step first, and complete what can be; true when anything was done."""
-        pins = self._all_pins()
+        if self._finishing:
+            for target in self._targets:
+                target.hurry()
+        pins = self._all_pins() if self._paused_s == 0 else {}
         for version in sorted(pins):
             started = time.monotonic()
             found = [self._scribe.write(path, rank, self._config, self._targets) for rank, path in pins[version]]
-            self._after(version, [one for one in found if one is not None], time.monotonic() - started)
+            ranks = {rank for rank, _ in pins[version]}
+            self._after(version, [one for one in found if one is not None], time.monotonic() - started, ranks)
         shared = self._shared()
-        if shared is not None and not self._finisher.scanned and self._has_first_rank:
+        if shared is not None and not self._finisher.scanned and self._has_first_rank and shared.pause_s == 0:
             try:
                 self._finisher.scan(shared)
             except CheckpointError as error:
-                shared.failed(error)
+                shared.failed(error, again=True)
         if shared is not None and self._finisher.pending:
             self._finisher.look(shared, self._config, self._pins())
         return bool(pins)
 
-    def _after(self, version: Version, written: list[Written], seconds: float) -> None:
-        """What a version's parts make of the generation: alone on this node's disk, with the others' elsewhere."""
+    @property
+    def _paused_s(self) -> float:
+        """How long pins wait, because every tier has failed several times in a row; at the end of a job none does."""
+        return min((target.pause_s for target in self._targets), default=0.0)
+
+    def _after(self, version: Version, written: list[Written], seconds: float, ranks: set[int]) -> None:
+        """What a version's parts make of the generation: alone on this node's disk, with the others' elsewhere.
+
+        Args:
+            ranks: of this node, whose parts were due; a state that was damaged or taken back is among none.
+        """
         for target in self._targets:
             parts = [one.parts[target.label] for one in written if target.label in one.parts]
+            whole = {part.rank for part in parts}
+            target.settle(version, ranks)
             if not target.by_itself:
-                whole = {part.rank for part in parts}
-                failed = {one.rank for one in written} - whole
-                self._finisher.tried(target, version, failed=failed, whole=whole)
+                self._finisher.tried(target, version, failed=ranks - whole, whole=whole)
             if not parts:
                 continue
             if target.by_itself:
-                sizes = [part.size for part in parts]
-                self._finisher.settle_alone(target, self._config, version, sizes, parts[0].world_size)
+                if whole == ranks:
+                    sizes = [part.size for part in parts]
+                    self._finisher.settle_alone(target, self._config, version, sizes, parts[0].world_size)
+                else:
+                    self._finisher.tidy(target, self._config, [version])
             elif any(part.rank == 0 for part in parts):
                 self._finisher.expect(version, parts[0].world_size, took_s=seconds)
             else:
+                if whole == ranks:
+                    target.worked(version)
                 say(f"step {version.step}: {len(parts)} parts are in {target.url}, {seconds:.1f} s")
 
     def _all_pins(self) -> dict[Version, list[tuple[int, Path]]]:
@@ -230,6 +248,8 @@ class Archiver:
     def _wait(self, bell: socket.socket, busy: bool) -> None:
         """Until somebody rings, or it is time to look."""
         pause = 0.0 if busy else LOOK_S
+        if (paused_s := self._paused_s) > 0:
+            pause = min(pause, paused_s)
         if (wait_s := self._finisher.wait_s) is not None:
             pause = min(pause, wait_s)
         with contextlib.suppress(OSError):

@@ -162,6 +162,7 @@ class Finisher:
             else:
                 del self._pending[pending.version]
                 self._completed(pending.version)
+                target.worked(pending.version)
                 if not known:  # else it was pinned once more after a recovery
                     self._saved(target, manifest, self._clock() - pending.since)
                 self.tidy(target, config, writing)
@@ -188,7 +189,6 @@ class Finisher:
         self._say(f"step {step} is durable and verified in {target.url}: {show(size)}, {kind}, {seconds:.1f} s")
         self._tell(Note(what="saved", tier=target.label, step=step, bytes=size, seconds=seconds))
         self._tell(Note(what="verified", tier=target.label, step=step, bytes=size))
-        target.worked()
 
     def tidy(self, target: Target, config: CheckpointConfig, writing: Collection[Version]) -> None:
         """Remove what retention lets go. Never raises for a tier's troubles."""
@@ -196,8 +196,10 @@ class Finisher:
         try:
             done = collect.collect(target.admitted(), config.policy, writing=busy, by_itself=target.by_itself)
         except CheckpointError as error:
-            target.failed(error)
+            target.kept(error)
             return
+        if done.removed:
+            target.removed(done.removed[-1].version)
         for verdict in done.removed:
             self._tell(Note(what="expired", tier=target.label, step=verdict.version.step, why=verdict.why))
         if done.removed:
@@ -214,7 +216,9 @@ class Finisher:
             archive.complete(target.admitted(), version, world_size)
             self._tell(Note(what="verified", tier=target.label, step=version.step, bytes=sum(sizes)))
         except (GenerationIncomplete, ManifestDamaged, PayloadDamaged):
-            pass
+            target.worked(version)  # the other ranks' parts are on other nodes
         except TierError as error:
             target.failed(error)
+        else:
+            target.worked(version)
         self.tidy(target, config, [version])

@@ -158,6 +158,9 @@ class Scribe:
         return self._attempt(target, part.rank, part.version, copy) is not None
 
     def _attempt(self, target: Target, rank: int, version: Version, call: Callable[[], Part]) -> Part | None:
+        if (why := target.refusal) is not None:
+            self._missed(target, rank, version, why)
+            return None
         for last in (number == WRITE_TRIES - 1 for number in range(WRITE_TRIES)):
             try:
                 part = call()
@@ -168,13 +171,15 @@ class Scribe:
                     self._tell(Note(what="damaged", tier=target.label, step=version.step, rank=rank, why=str(error)))
                     if not last:
                         continue
-                target.failed(error)
-                target.last.pop(rank, None)
-                self._tell(Note(what="skipped", tier=target.label, step=version.step, rank=rank, why=str(error)))
+                self._missed(target, rank, version, error)
                 return None
-            target.worked()
             return part
         return None
+
+    def _missed(self, target: Target, rank: int, version: Version, error: CheckpointError) -> None:
+        target.missed(rank, error)
+        target.last.pop(rank, None)
+        self._tell(Note(what="skipped", tier=target.label, step=version.step, rank=rank, why=str(error)))
 
     def _hold(self, basis: Basis, source: Source, part: Part, full_every: int, took_s: float) -> None:
         """Keep the payload for the next difference while the slot still has it."""

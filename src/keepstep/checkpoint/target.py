@@ -1,8 +1,9 @@
-"""Target: a durable tier as the archiver sees it: opened when it can be, its troubles told once per kind."""
+"""Target: a durable tier as the archiver sees it: opened when it can be, its troubles told when they begin and end."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from keepstep.checkpoint.notes import TierLabel
 from keepstep.checkpoint.rate import Pace
 from keepstep.checkpoint.slot import Version
 from keepstep.checkpoint.tiers.open import open_tier
+from keepstep.checkpoint.trouble import Trouble
 from keepstep.ports.tier import Tier
 
 SEEN_FILE = "archiver.tiers"
@@ -53,15 +55,28 @@ class Target:
         claim: on the right to write here.
     """
 
-    def __init__(self, url: str, label: TierLabel, rate: float, seen: Seen, say: Say) -> None:
+    def __init__(
+        self,
+        url: str,
+        label: TierLabel,
+        rate: float,
+        seen: Seen,
+        say: Say,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.url, self.label = url, label
         self.by_itself = label == "local"
         self.pace = Pace(rate)
         self.last: dict[int, Version] = {}
         self.claim = Claim()
         self._tier: Tier | None = None
-        self._seen, self._say = seen, say
-        self._told: set[type[Exception]] = set()
+        self._seen, self._say, self._clock = seen, say, clock
+        self._missed: dict[int, CheckpointError] = {}
+        """Why ranks of this node have no part in the generation that is being written."""
+        self._error: CheckpointError | None = None
+        """The last failure; a pause repeats it."""
+        self._writing, self._removing = Trouble(f"{label} tier {url}"), Trouble(f"{label} tier {url}, removing")
 
     def open(self) -> Tier:
         """Raises ``TierError`` while it cannot be used."""
@@ -88,16 +103,67 @@ class Target:
             with contextlib.suppress(CheckpointError):
                 self.claim.release(self._tier)
 
-    def failed(self, error: CheckpointError) -> None:
-        """Say it, if nothing of this kind has been said since it last worked."""
-        if type(error) not in self._told:
-            self._told.add(type(error))
-            self._say(f"{self.label} tier: {error}; training goes on, the next generation tries again")
+    # ---------------------------------------------------------------- troubles
 
-    def worked(self) -> None:
-        if self._told:
-            self._say(f"{self.label} tier {self.url} works again")
-        self._told.clear()
+    @property
+    def pause_s(self) -> float:
+        """How long it is left alone, after several failures in a row; 0 when it may be tried."""
+        return self._writing.pause_s(self._clock())
+
+    def hurry(self) -> None:
+        """The job ends: what is left is tried without pauses."""
+        self._writing.hurry()
+
+    @property
+    def refusal(self) -> CheckpointError | None:
+        """Why no part is written now: there is a pause, or another rank's is missing already and all would be in vain.
+
+        On a node's own disk each part counts by itself.
+        """
+        if self.pause_s > 0:
+            return self._error
+        return None if self.by_itself else next(iter(self._missed.values()), None)
+
+    def missed(self, rank: int, error: CheckpointError) -> None:
+        """A rank's part could not be written."""
+        self._missed.setdefault(rank, error)
+
+    def settle(self, version: Version, ranks: Collection[int]) -> None:
+        """All of this node's parts of a generation have been tried."""
+        missed, self._missed = self._missed, {}
+        if not missed:
+            self._writing.holds()
+            return
+        now, error = self._clock(), next(iter(missed.values()))
+        if self.pause_s == 0:
+            self._writing.failed(now)
+            self._error = error
+        who = f"the parts of {len(missed)} of {len(ranks)} ranks on this node"
+        self._tell(self._writing.begins(error, now, step=version.step, who=who))
+
+    def failed(self, error: CheckpointError, *, again: bool = False) -> None:
+        """It could not be looked at, or a generation not be completed. ``again``: there are pauses between tries."""
+        now = self._clock()
+        if again:
+            self._writing.failed(now)
+            self._error = error
+        self._tell(self._writing.begins(error, now))
+
+    def worked(self, version: Version) -> None:
+        """A generation is complete."""
+        self._tell(self._writing.works(version.step, self._clock()))
+
+    def kept(self, error: CheckpointError) -> None:
+        """What retention lets go could not be removed."""
+        self._tell(self._removing.begins(error, self._clock()))
+
+    def removed(self, version: Version) -> None:
+        """What retention lets go is gone."""
+        self._tell(self._removing.works(version.step, self._clock()))
+
+    def _tell(self, sentence: str | None) -> None:
+        if sentence:
+            self._say(sentence)
 
 
 def targets(config: CheckpointConfig, seen: Seen, say: Say, before: Collection[Target] = ()) -> list[Target]:
