@@ -2,7 +2,8 @@
 
 ``python -m keepstep.agent.shim --node-dir DIR``. One thread, one selector, only the standard library: the less is in
 here, the less can break what everything else hangs from. Forking from a warm interpreter is the business of a child
-(``zygote``), so that importing torch can neither block nor crash this loop.
+(``zygote``), so that importing torch can neither block nor crash this loop. How messages travel is in ``lines``,
+how new interpreters are started in ``launching``.
 
 An agent talks to it over ``shim.sock``, JSON lines, one agent at a time (a newer connection replaces the older)::
 
@@ -17,43 +18,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import selectors
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from keepstep.agent import proc
+from keepstep.agent import launching, proc
+from keepstep.agent.lines import Lines, Message, listen
 from keepstep.model import env as names
 
 QUEUE = 4096
 """Programs that may wait for the warm-up."""
 KEPT_EXITS = 4096
 """Unacknowledged exits; beyond it the oldest is forgotten (the agent then reports an unknown status)."""
-OUT_BYTES = 4 * 1024 * 1024
-"""An agent that lets this much pile up is not reading; it is cut off and may connect again."""
-LINE_BYTES = 4 * 1024 * 1024
-"""Longest request."""
 ZYGOTE_STARTS = 5
 """How often a fork server that dies is started again before programs are started cold."""
-
-Message = dict[str, Any]
-
-
-@dataclass
-class _Peer:
-    """One stream of JSON lines with a bounded outgoing buffer."""
-
-    sock: socket.socket
-    inbox: bytearray = field(default_factory=bytearray)
-    outbox: bytearray = field(default_factory=bytearray)
 
 
 class Shim:
@@ -69,8 +52,8 @@ class Shim:
         self._exits: dict[int, Message] = {}
         self._queue: dict[str, Message] = {}
         self._in_zygote: dict[str, Message] = {}
-        self._agent: _Peer | None = None
-        self._zygote: _Peer | None = None
+        self._agent: Lines | None = None
+        self._zygote: Lines | None = None
         self._zygote_pid = 0
         """0 while there is none that has not been collected."""
         self._zygote_starts = 0
@@ -82,7 +65,7 @@ class Shim:
 
     def run(self) -> None:
         proc.become_subreaper()
-        listener = self._listen()
+        listener = listen(self._dir / names.SHIM_SOCKET)
         wake, waker = socket.socketpair()
         for end in (wake, waker):
             end.setblocking(False)
@@ -101,8 +84,8 @@ class Shim:
                 elif key.data == "wake":
                     with contextlib.suppress(BlockingIOError):
                         wake.recv(4096)
-                elif isinstance(key.data, _Peer):
-                    self._serve(key.data, mask)
+                elif isinstance(key.data, Lines):
+                    key.data.serve(mask)
             self._reap()
             if self._agent is None and time.monotonic() - self._lonely_since > self._grace_s:
                 print(f"note: no agent for {self._grace_s:g} s; ending all programs", file=sys.stderr, flush=True)
@@ -111,90 +94,32 @@ class Shim:
                 return
         self._end_all()
 
-    def _listen(self) -> socket.socket:
-        path = self._dir / names.SHIM_SOCKET
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-        listener.bind(str(path))
-        listener.listen(8)
-        listener.setblocking(False)
-        return listener
-
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             sock, _ = listener.accept()
-            sock.setblocking(False)
             if self._agent is not None:
-                self._drop(self._agent)
-            self._agent = _Peer(sock)
-            self._selector.register(sock, selectors.EVENT_READ, self._agent)
+                self._agent.drop()
+            self._agent = Lines(sock, self._selector, on_message=self._from_agent, on_end=self._hung_up)
 
-    def _serve(self, peer: _Peer, mask: int) -> None:
-        if mask & selectors.EVENT_WRITE:
-            self._flush(peer)
-        if not mask & selectors.EVENT_READ:
-            return
-        try:
-            data = peer.sock.recv(262144)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._drop(peer)
-            return
-        peer.inbox += data
-        while (end := peer.inbox.find(b"\n")) >= 0:
-            line = bytes(peer.inbox[:end])
-            del peer.inbox[: end + 1]
-            message: Message = json.loads(line)
-            if peer is self._zygote:
-                self._from_zygote(message)
-            else:
-                self._from_agent(message)
-        if len(peer.inbox) > LINE_BYTES:
-            self._drop(peer)
-
-    def _drop(self, peer: _Peer) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(peer.sock)
-        peer.sock.close()
-        if peer is self._agent:
+    def _hung_up(self, stream: Lines) -> None:
+        if stream is self._agent:
             self._agent = None
             self._lonely_since = time.monotonic()
-        elif peer is self._zygote:
+        elif stream is self._zygote:
             self._zygote = None
             self._zygote_gone()
 
-    def _say(self, peer: _Peer | None, message: Message) -> None:
-        if peer is None:
-            return
-        peer.outbox += json.dumps(message).encode() + b"\n"
-        self._flush(peer)
-        if len(peer.outbox) > OUT_BYTES:
-            self._drop(peer)
-
-    def _flush(self, peer: _Peer) -> None:
-        try:
-            while peer.outbox:
-                sent = peer.sock.send(peer.outbox)
-                del peer.outbox[:sent]
-        except BlockingIOError:
-            pass
-        except OSError:
-            peer.outbox.clear()
-            return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.modify(peer.sock, events, peer)
-
     # ------------------------------------------------------------ agent
+
+    def _tell(self, message: Message) -> None:
+        """Tell the agent, if there is one; the next one asks for the state."""
+        if self._agent is not None:
+            self._agent.say(message)
 
     def _from_agent(self, message: Message) -> None:
         match message["op"]:
             case "hello":
-                self._say(self._agent, self._state())
+                self._tell(self._state())
             case "spawn":
                 self._spawn(message)
             case "ack":
@@ -226,11 +151,11 @@ class Shim:
         name = request["id"]
         ended = next((e for e in self._exits.values() if e["id"] == name), None)
         if ended is not None:
-            self._say(self._agent, {"ev": "spawned", "id": name, "pid": ended["pid"]})
-            self._say(self._agent, ended)
+            self._tell({"ev": "spawned", "id": name, "pid": ended["pid"]})
+            self._tell(ended)
         elif name in self._pids:
             # Asked again, by an agent that did not hear the first answer.
-            self._say(self._agent, {"ev": "spawned", "id": name, "pid": self._pids[name]})
+            self._tell({"ev": "spawned", "id": name, "pid": self._pids[name]})
         elif name in self._queue or name in self._in_zygote:
             pass
         elif request["start"] == "spawn":
@@ -240,27 +165,28 @@ class Shim:
         elif self._zygote is None:
             self._spawn_new(request)
         elif len(self._queue) >= QUEUE:
-            self._say(self._agent, {"ev": "refused", "id": name, "why": f"{QUEUE} programs wait for the warm-up"})
+            self._tell({"ev": "refused", "id": name, "why": f"{QUEUE} programs wait for the warm-up"})
         else:
             self._queue[name] = request
 
     def _spawn_fork(self, request: Message) -> None:
         self._in_zygote[request["id"]] = request
-        self._say(self._zygote, request)
+        if self._zygote is not None:
+            self._zygote.say(request)
 
     def _spawn_new(self, request: Message) -> None:
         name = request["id"]
         try:
-            pid = _popen(request)
+            pid = launching.start_program(request)
         except OSError as error:
-            self._say(self._agent, {"ev": "refused", "id": name, "why": f"{request['target']}: {error.strerror}"})
+            self._tell({"ev": "refused", "id": name, "why": f"{request['target']}: {error.strerror}"})
             return
         self._born(name, pid)
 
     def _born(self, name: str, pid: int) -> None:
         self._pids[name] = pid
         self._names[pid] = name
-        self._say(self._agent, {"ev": "spawned", "id": name, "pid": pid})
+        self._tell({"ev": "spawned", "id": name, "pid": pid})
         if pid in self._strays:
             self._ended(pid, self._strays.pop(pid))
 
@@ -268,23 +194,14 @@ class Shim:
 
     def _start_zygote(self) -> None:
         self._zygote_starts += 1
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "keepstep.agent.zygote", "--fd", str(theirs.fileno())]
-        process = subprocess.Popen(
-            [*command, "--warm", self._warm_kind], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-        )
-        process.returncode = 0  # _reap collects it; Popen must not.
-        theirs.close()
-        ours.setblocking(False)
-        self._zygote_pid = process.pid
-        self._zygote = _Peer(ours)
-        self._selector.register(ours, selectors.EVENT_READ, self._zygote)
+        self._zygote_pid, channel = launching.start_zygote(self._warm_kind)
+        self._zygote = Lines(channel, self._selector, on_message=self._from_zygote, on_end=self._hung_up)
 
     def _from_zygote(self, message: Message) -> None:
         match message["ev"]:
             case "warm":
                 self._warm = True
-                self._say(self._agent, {"ev": "warm"})
+                self._tell({"ev": "warm"})
                 waiting, self._queue = list(self._queue.values()), {}
                 for request in waiting:
                     self._spawn_fork(request)
@@ -294,7 +211,7 @@ class Shim:
                 self._forget_strays()
             case "refused":
                 self._in_zygote.pop(message["id"], None)
-                self._say(self._agent, message)
+                self._tell(message)
                 self._forget_strays()
 
     def _forget_strays(self) -> None:
@@ -360,7 +277,7 @@ class Shim:
         self._exits[pid] = {"ev": "exit", "id": name, "pid": pid, "status": status}
         while len(self._exits) > KEPT_EXITS:
             del self._exits[next(iter(self._exits))]
-        self._say(self._agent, self._exits[pid])
+        self._tell(self._exits[pid])
 
     def _end_all(self) -> None:
         self._leaving = True
@@ -378,31 +295,6 @@ class Shim:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
-
-
-def _popen(request: Message) -> int:
-    """A new interpreter, or any executable."""
-    kind, target = request["kind"], request["target"]
-    interpreter = [request["env"].get("PYTHON_EXEC", sys.executable), "-u"]
-    match kind:
-        case "executable":
-            command = [target]
-        case "module":
-            command = [*interpreter, "-m", target]
-        case _:
-            command = [*interpreter, target]
-    with open(request["out"], "ab") as out, open(request["err"], "ab") as err:
-        process = subprocess.Popen(
-            [*command, *request["args"]],
-            env=request["env"],
-            cwd=request["cwd"],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
-    process.returncode = 0  # _reap collects it; Popen must not.
-    return process.pid
 
 
 def main() -> None:
