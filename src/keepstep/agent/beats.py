@@ -47,12 +47,24 @@ def committed(node_dir: Path, slot: SlotId) -> int:
     Raises:
         OSError: there is no such page.
     """
+    words = _read_once(node_dir, slot)
+    return words[Word.STEP] if words else 0
+
+
+def read_beat(node_dir: Path, slot: SlotId) -> tuple[int, ...] | None:
+    """One look at a page that is not kept mapped; ``None`` where there is none, or before the trainer has attached."""
+    try:
+        return _read_once(node_dir, slot)
+    except (OSError, ValueError):
+        return None
+
+
+def _read_once(node_dir: Path, slot: SlotId) -> tuple[int, ...] | None:
     page = Beat(node_dir, slot)
     try:
-        words = page.read()
+        return page.read()
     finally:
         page.close()
-    return words[Word.STEP] if words else 0
 
 
 def phase_of(words: tuple[int, ...]) -> Phase:

@@ -66,7 +66,7 @@ def stall_limit_s(phase: Phase, steps_ns: Sequence[int], hang: HangDetect) -> fl
         return None
     match phase:
         case Phase.PARKED | Phase.DONE | Phase.RECOVERING:
-            # Recovery has a deadline of its own (``rebuild_s``), kept by the controller.
+            # Recovery has a deadline of its own (``rebuild_s``), kept by the controller; see ``agent.restores``.
             return None
         case Phase.STARTING | Phase.SETUP:
             return SETUP_S

@@ -30,6 +30,7 @@ from keepstep.agent.node import Node
 from keepstep.agent.notes import NotesDoor
 from keepstep.agent.programs import Programs
 from keepstep.agent.pulse import Pulse
+from keepstep.agent.restores import Restores
 from keepstep.agent.shimlink import ShimLink
 from keepstep.agent.supervisor import Supervisor
 from keepstep.agent.teller import Teller
@@ -64,6 +65,7 @@ class Agent:
         self.uplink = Uplink(node)
         self.deputy = Deputy(node, self.supervisor, self.helpers, self.uplink)
         self.pulse = Pulse(node)
+        self.restores = Restores(node)
         self._left: asyncio.Future[Departure] = asyncio.get_running_loop().create_future()
         self._farewell: asyncio.Task[None] | None = None
         self._connect_parts()
@@ -96,7 +98,8 @@ class Agent:
             self.node.tell = self.teller.say
             self.console.start()
             self.programs.adopt()
-            parts = [self._part(work) for work in (self.link.run(), self._report(), self.pulse.run(), self._lonely())]
+            work = (self.link.run(), self._report(), self.pulse.run(), self.restores.run(), self._lonely())
+            parts = [self._part(one) for one in work]
             self.helpers.start()
             if self.restarted:
                 self.node.say("agent is back; it goes on with what runs here")

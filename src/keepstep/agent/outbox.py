@@ -15,7 +15,15 @@ from pathlib import Path
 import msgspec
 
 from keepstep.agent.files import write_atomic
-from keepstep.model.facts import AnyFact, CheckpointNoted, RankAdvanced, RankJoined, RankStalled, StallEnded
+from keepstep.model.facts import (
+    AnyFact,
+    CheckpointNoted,
+    RankAdvanced,
+    RankJoined,
+    RankStalled,
+    RestoreMoved,
+    StallEnded,
+)
 from keepstep.model.wire import Acked, FrameError, Reports, Unpacker, pack
 
 KEPT_FACTS = 10_000
@@ -27,7 +35,7 @@ COMPACT_BYTES = 256 * 1024
 SYNC_EVERY_S = 0.2
 """While the controller is away, how often the file is forced to the disk at most."""
 
-_SPARABLE = (CheckpointNoted, RankStalled, StallEnded, RankJoined, RankAdvanced)
+_SPARABLE = (CheckpointNoted, RankStalled, StallEnded, RankJoined, RankAdvanced, RestoreMoved)
 
 
 class Outbox:

@@ -195,6 +195,7 @@ def _epoch_opened(job: Job, record: EpochOpened) -> None:
         job.deputy_at = Nanos(0)
     job.started = {}
     job.refused = {}
+    job.restoring = {}
     # A newcomer says anew whether it lacks a copy.
     staying = {member.rank for member in roster.members if not member.newcomer and roster.mode == "in_process"}
     job.gaps = {rank: gap for rank, gap in job.gaps.items() if rank in staying}

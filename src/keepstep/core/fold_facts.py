@@ -27,6 +27,7 @@ from keepstep.model.facts import (
     RankResumed,
     RankStalled,
     RecoveredLocally,
+    RestoreMoved,
     ResumeFailed,
     SdkAttached,
     StallEnded,
@@ -92,6 +93,9 @@ def fold_fact(job: Job, fact: AnyFact) -> None:
         case ResumeFailed():
             if fact.epoch == job.epoch and _seated(job, fact.node, fact.rank):
                 job.cannot[fact.rank] = fact
+        case RestoreMoved():
+            if fact.epoch == job.epoch and job.in_roster(fact.node):
+                job.restoring[fact.node] = fact
         case RankJoined() | RankResumed() | RankAdvanced() | RankDone():
             _progress(job, fact)
         case ActionDone():

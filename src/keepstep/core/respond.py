@@ -14,6 +14,7 @@ from keepstep.core.detect.leases import (
     lease_renewed,
     reconcile_time_is_over,
 )
+from keepstep.core.detect.restores import restore_moved
 from keepstep.core.draft import Draft, nanos
 from keepstep.core.inject import inject
 from keepstep.core.locate.assess import (
@@ -52,6 +53,7 @@ from keepstep.model.facts import (
     RankResumed,
     RankStalled,
     RecoveredLocally,
+    RestoreMoved,
     ResumeFailed,
     SdkAttached,
     StallEnded,
@@ -108,6 +110,8 @@ def respond(draft: Draft, fact: AnyFact) -> None:
             look_again_at_stall(draft)
         case WorkerFrozen() | StallEnded() | CollectiveBroken() | ResumeFailed():
             assess(draft)
+        case RestoreMoved():
+            restore_moved(draft, fact)
         case RankResumed():
             rank_resumed(draft, fact.rank)
         case RankAdvanced() | RankDone() | ActionDone():

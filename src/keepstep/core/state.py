@@ -17,6 +17,7 @@ from keepstep.model.facts import (
     CollectiveBroken,
     RankResumed,
     RankStalled,
+    RestoreMoved,
     ResumeFailed,
     SlotState,
     UserError,
@@ -216,6 +217,8 @@ class Job(Struct, kw_only=True):
     stalled: dict[Rank, RankStalled] = {}
     broken: dict[Rank, CollectiveBroken] = {}
     cannot: dict[Rank, ResumeFailed] = {}
+    restoring: dict[NodeId, RestoreMoved] = {}
+    """By node: the last word of ranks that bring their state in the present epoch."""
     refused: dict[NodeId, str] = {}
     """Nodes that could not carry out the present epoch's Join, and why."""
     condemned: dict[Seat, str] = {}

@@ -27,6 +27,7 @@ from keepstep.model.facts import (
     RankResumed,
     RankStalled,
     RecoveredLocally,
+    RestoreMoved,
     ResumeFailed,
     SdkAttached,
     StallEnded,
@@ -143,6 +144,9 @@ def fact_words(fact: AnyFact) -> str:
             return f"rank {fact.rank}'s collective broke: {brief(fact.error)}"
         case RankJoined():
             return f"rank {fact.rank} is connected in epoch {show_epoch(fact.epoch)}"
+        case RestoreMoved():
+            who = f"rank {fold_ranks(fact.ranks)} is" if fact.ranks else "nobody is any more"
+            return f"{who} bringing state to {fact.node}, {fact.bytes / 1e6:.1f} MB so far"
         case RankResumed():
             return f"rank {fact.rank} resumes from step {fact.step} ({fact.source})"
         case RankAdvanced():

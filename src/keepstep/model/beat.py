@@ -34,6 +34,10 @@ class Word(IntEnum):
     """Duration of the last step, commit to commit, within one epoch; 0 when unknown."""
     ABORT_NS = 10
     """CLOCK_MONOTONIC at which the main thread was last free again after an abort."""
+    ARRIVED = 11
+    """Bytes of this rank's state that have arrived in this epoch, from wherever it is restored."""
+    RESTORING = 12
+    """1 while more of them are to come."""
 
 
 LAYOUT = 0x4B53_0001

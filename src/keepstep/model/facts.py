@@ -257,6 +257,19 @@ class RankJoined(Fact, frozen=True, kw_only=True):
     ms: float
 
 
+class RestoreMoved(Fact, frozen=True, kw_only=True):
+    """Ranks of this node bring their state from somewhere, and bytes of it have arrived since this was said last.
+
+    Attributes:
+        ranks: those that are still at it; none of them any more in the last one.
+        bytes: that these processes have brought so far in this epoch.
+    """
+
+    epoch: Epoch
+    ranks: tuple[Rank, ...]
+    bytes: int
+
+
 class RankResumed(Fact, frozen=True, kw_only=True):
     """The rank holds the agreed state and is about to train.
 
@@ -341,6 +354,7 @@ AnyFact = (
     | StallEnded
     | CollectiveBroken
     | RankJoined
+    | RestoreMoved
     | RankResumed
     | RankAdvanced
     | RankDone

@@ -16,7 +16,8 @@ class Policy(Struct, frozen=True, kw_only=True):
         locate_s: how long stall reports are collected before the suspect is named.
         stall_patience_s: how long a stall may stay unexplained because some rank is not stalled by its own limits
             (a long evaluation, say) before the epoch is rebuilt without a suspect.
-        rebuild_s: from a Join order to every rank resumed; after that the missing ranks are suspects themselves.
+        rebuild_s: from a Join order to every rank resumed, and at least from the last bytes of any rank's state that
+            have arrived; after that the missing ranks are suspects themselves.
         first_start_s: the same for a first start or a whole-job restart (cold imports, data set-up).
         verify_s: from resumed to the first new step of every rank.
         settle_s: without the SDK, how long restarted processes must live before their incident closes.

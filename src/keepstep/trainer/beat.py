@@ -1,9 +1,10 @@
-"""Heartbeat of the trainer: stores into mapped memory that the agent reads. No system call, no lock."""
+"""Heartbeat of the trainer: stores into mapped memory that the agent reads. No system call, no lock in a step."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import threading
 from pathlib import Path
 from time import monotonic_ns
 
@@ -17,6 +18,7 @@ class Beat:
         self._memory = mmap.mmap(-1, SIZE) if path is None else _map(path)
         self._words = memoryview(self._memory).cast("q")
         self._words[Word.PID] = os.getpid()
+        self._arriving = threading.Lock()
         self.phase(Phase.SETUP)
         self._words[Word.LAYOUT] = LAYOUT
 
@@ -28,12 +30,17 @@ class Beat:
     def current(self) -> Phase:
         return Phase(self._words[Word.PHASE])
 
+    def read(self, word: Word) -> int:
+        return self._words[word]
+
     def epoch(self, epoch: int, step: int) -> None:
         """A new epoch begins: step times are not measured across it."""
         self._words[Word.EPOCH] = epoch
         self._words[Word.STEP] = step
         self._words[Word.STEP_NS] = 0
         self._words[Word.COMMIT_NS] = 0
+        self._words[Word.ARRIVED] = 0
+        self._words[Word.RESTORING] = 0
         self._words[Word.BEAT_NS] = monotonic_ns()
 
     def commit(self, step: int) -> None:
@@ -49,6 +56,17 @@ class Beat:
         words[Word.STARTED] = started
         words[Word.FINISHED] = finished
         words[Word.BEAT_NS] = monotonic_ns()
+
+    def restoring(self, going: bool) -> None:
+        """This rank begins, or has ended, to bring its state."""
+        self._words[Word.RESTORING] = going
+        self._words[Word.BEAT_NS] = monotonic_ns()
+
+    def arrived(self, size: int) -> None:
+        """So many more bytes of it are here; from any thread."""
+        with self._arriving:
+            self._words[Word.ARRIVED] += size
+            self._words[Word.BEAT_NS] = monotonic_ns()
 
     def freed(self) -> None:
         """The main thread is out of its collective after an abort."""

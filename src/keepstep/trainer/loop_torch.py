@@ -70,7 +70,9 @@ class Loop:
         self._pacing = Pacing(session.snapshots, session.rank, total)
         self._gate = Gate(session.snapshots, session.rank, self._overtaken)
         self._saver = Saver(session.snapshots, session.rank)
-        self._restorer = Restorer(session.state, session.snapshots, session.token, session.snap_dir, self._overtaken)
+        self._restorer = Restorer(
+            session.state, session.snapshots, session.token, session.snap_dir, self._overtaken, session.beat
+        )
 
     # ---------------------------------------------------------------- the loop
 
@@ -129,7 +131,9 @@ class Loop:
             session.snapshots.forget_all()
             if not (session.snapshots.config.durable and session.snapshots.config.policy.resume):
                 return None
+        session.beat.phase(Phase.RECOVERING)  # no fixed time fits a restore: it may go on for as long as it moves
         found = self._restorer.meet(roster, session.rank, None, newcomer=restart, all_new=True)
+        session.beat.phase(Phase.SETUP)
         if found.version is None or found.version.step < self._start:
             if restart or found.version is not None:
                 why = found.why or "it is newer than the newest common snapshot"

@@ -24,11 +24,13 @@ from keepstep.checkpoint.exceptions import CheckpointError
 from keepstep.checkpoint.peers import PeerClient
 from keepstep.checkpoint.slot import Description, TensorEntry, Version
 from keepstep.model.topology import Member, Place, Roster
+from keepstep.trainer.beat import Beat
 from keepstep.trainer.exceptions import CannotResume, StateMismatch
 from keepstep.trainer.exchange_torch import everybody
 from keepstep.trainer.restore_torch import Durable
 from keepstep.trainer.snapshots_torch import Snapshots
 from keepstep.trainer.state_torch import Live, State
+from keepstep.trainer.together_torch import Together
 
 MAX_ROUNDS = 4
 """How often ranks may agree anew because a holder turned out to be damaged."""
@@ -50,15 +52,26 @@ class Restorer:
 
     Args:
         stop: true when a newer epoch waits; long waits then end early.
+        beat: where bytes that arrive are counted, for those who ask whether this rank still moves.
     """
 
     def __init__(
-        self, state: State, snapshots: Snapshots, token: str, snap_dir: Path, stop: Callable[[], bool]
+        self,
+        state: State,
+        snapshots: Snapshots,
+        token: str,
+        snap_dir: Path,
+        stop: Callable[[], bool],
+        beat: Beat | None = None,
     ) -> None:
         self._state, self._snapshots, self._token = state, snapshots, token
-        self._snap_dir, self._stop = snap_dir, stop
-        config = snapshots.config
-        self._durable = Durable(config, state, snap_dir, notes=snapshots.notes, stop=stop) if config.durable else None
+        self._snap_dir, self._together = snap_dir, Together(stop)
+        self._beat = beat or Beat()
+        self._durable: Durable | None = None
+        if snapshots.config.durable:
+            self._durable = Durable(
+                snapshots.config, state, snap_dir, notes=snapshots.notes, beat=self._beat, stop=stop
+            )
         self.agree_ms = 0.0
         """How long the last ``meet`` took to agree."""
 
@@ -170,7 +183,7 @@ class Restorer:
                 token=self._token,
                 epoch=roster.epoch,
                 key=roster.key,
-                stop=self._stop,
+                stop=self._together.in_vain,
             )
             try:
                 for version in client.have(rank):
@@ -200,8 +213,9 @@ class Restorer:
             mine = source == "saved"
             problem = self._durable.bring(version, roster.world_size, mine=mine, key=roster.key)
         try:
+            if "peer" in plan.sources:
+                self._together.run(lambda: self._fetch(holders, rank, version) if source == "peer" else None)
             if source == "peer":
-                holders[version].fetch(rank, version, self._snap_dir)
                 held = self._snapshots.describe(version).world_size
                 if held != roster.world_size:
                     raise StateMismatch(f"it was kept by {held} ranks, this job has {roster.world_size}")
@@ -212,6 +226,20 @@ class Restorer:
         if plan.root >= 0 and everybody(problem is None):
             self._share(plan, rank, dropped)
         return problem
+
+    def _fetch(self, holders: dict[Version, PeerClient], rank: int, version: Version) -> None:
+        before = 0
+
+        def count(done: int, size: int) -> None:
+            nonlocal before
+            self._beat.arrived(max(0, done - before))  # what was damaged on the way is asked for once more
+            before = done
+
+        self._beat.restoring(True)
+        try:
+            holders[version].fetch(rank, version, self._snap_dir, count)
+        finally:
+            self._beat.restoring(False)
 
     def _share(self, plan: Plan, rank: int, dropped: set[Version]) -> None:
         """The root hands its parameters and optimizer state to the ranks that have none."""
@@ -231,6 +259,7 @@ class Restorer:
                 tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
             if tensor.numel():
                 dist.broadcast(tensor, src=root)
+                self._beat.arrived(entry.nbytes)
             if receives:
                 arrived[entry.name] = tensor
         if receives:

@@ -3,7 +3,7 @@
 All ranks first show what their node can read: the shared tier, and parts on the node's own disk. A generation counts
 when somebody can read each of its parts. Its bytes are then brought into the slot, verified on the way; only a slot
 that is complete is loaded, so that live state never becomes a mixture. What only another node can read is handed out
-by it, part by part.
+by it, part by part. All that arrives is counted in the heartbeat: a restore that moves is no hang.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from keepstep.checkpoint.slot import Description, Slot, Version
 from keepstep.checkpoint.tiers.open import open_tier
 from keepstep.ports.tier import Tier
 from keepstep.trainer import refit_torch as refit
+from keepstep.trainer.beat import Beat
 from keepstep.trainer.exceptions import CannotResume, StateMismatch, StateNotPlain
 from keepstep.trainer.exchange_torch import everybody, gather, hand_out
 from keepstep.trainer.state_torch import State
+from keepstep.trainer.together_torch import Together
 
 SHIP = 16 * 1024 * 1024
 """Bytes that one node hands to the others at a time, of a part that only it can read."""
@@ -49,6 +51,7 @@ class Durable:
     """The durable tiers of this job, as a rank that restores sees them.
 
     Args:
+        beat: where bytes that arrive are counted.
         stop: true when whatever is under way is in vain.
     """
 
@@ -59,10 +62,12 @@ class Durable:
         snap_dir: Path,
         *,
         notes: Teller | None = None,
+        beat: Beat | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._config, self._state, self._snap_dir = config, state, snap_dir
-        self._notes, self._stop = notes, stop
+        self._notes, self._together = notes, Together(stop)
+        self.beat = beat or Beat()
         self._tiers: list[Tier] = []
         self._saved: dict[Version, Saved] = {}
         self._rank = 0
@@ -146,13 +151,7 @@ class Durable:
             work.all_parts()
         work.compare()
         self._refuse_together(work.unfit)
-        problem = work.problem
-        if mine and problem is None:
-            assert work.fit is not None
-            try:
-                self._fill(work, version, key)
-            except _TROUBLE as error:
-                problem = str(error)
+        problem = self._together.run(lambda: self._try_to_fill(work, version, key, mine=mine))
         problem = work.ship(problem)
         if mine and problem is None:
             work.finish()
@@ -165,6 +164,19 @@ class Durable:
         if reasons:
             raise CannotResume(reasons[0])
 
+    def _try_to_fill(self, work: _Work, version: Version, key: str, *, mine: bool) -> str | None:
+        """Returns what went wrong, if anything."""
+        if not mine or work.problem is not None:
+            return work.problem
+        self.beat.restoring(True)
+        try:
+            self._fill(work, version, key)
+        except _TROUBLE as error:
+            return str(error)
+        finally:
+            self.beat.restoring(False)
+        return None
+
     def _fill(self, work: _Work, version: Version, key: str) -> None:
         fit, reader = work.fit, work.reader
         assert fit is not None
@@ -174,8 +186,9 @@ class Durable:
         progress = Progress(f"restoring step {version.step}", sum(block.nbytes for block in own), say)
 
         def add(size: int) -> None:
-            if self._stop():
+            if self._together.in_vain():
                 raise PayloadDamaged("given up: a newer epoch has been opened")
+            self.beat.arrived(size)
             progress.add(size)
 
         reader.fill(reshard.reads(own), work.memory, add)
@@ -206,7 +219,7 @@ class _Work:
     """One rank's share of one restore."""
 
     def __init__(self, durable: Durable, saved: Saved, reader: Reader, rank: int, world_size: int, mine: bool) -> None:
-        self._state = durable._state
+        self._state, self._beat = durable._state, durable.beat
         self.saved, self.reader = saved, reader
         self._rank, self._world, self._mine = rank, world_size, mine
         self._parts: dict[int, Part] = {}
@@ -250,7 +263,7 @@ class _Work:
         problem = ""
         try:
             with ThreadPoolExecutor(READERS, "parts") as pool:
-                parts = list(pool.map(self.reader.part, mine))
+                parts = list(pool.map(self._read_part, mine))
             found = [(old, generation.seal(part)) for old, part in zip(mine, parts, strict=True)]
         except _TROUBLE as error:
             problem = str(error)
@@ -264,13 +277,20 @@ class _Work:
             except _TROUBLE as error:
                 self.fit, self.unfit = None, str(error)
 
+    def _read_part(self, old: int) -> Part:
+        part = self.reader.part(old)
+        self._beat.arrived(len(part.plain) or 1)
+        return part
+
     def compare(self) -> None:
         """Tensors that belong to their rank go to another world only where all ranks' are equal."""
         if self.fit is None or self.problem is not None:
             return
         try:
             for one, other in self.fit.same:
-                if not _equal(self.reader, one, other):
+                equal = _equal(self.reader, one, other)
+                self._beat.arrived(one.nbytes)
+                if not equal:
                     self.unfit = (
                         f"{one.name} differs between ranks {one.rank} and {other.rank} of the checkpoint, and is no "
                         f"distributed tensor: nobody can say what it is to another world size. Go on with "
@@ -327,6 +347,7 @@ class _Work:
                     good = bytearray(b"\0")
             hand_out(memoryview(good), root)
             hand_out(piece, root)
+            self._beat.arrived(len(piece))
             sound = sound and good == b"\1"
         return sound
 

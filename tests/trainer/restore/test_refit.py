@@ -22,6 +22,7 @@ from keepstep.checkpoint.reader import Reader
 from keepstep.checkpoint.slot import Slot, Version
 from keepstep.checkpoint.source import Source
 from keepstep.checkpoint.tiers.directory import DirectoryTier
+from keepstep.model.beat import Word
 from keepstep.model.env import NOTES_SOCKET, SNAP_DIR
 from keepstep.model.ids import JobId
 from keepstep.model.settings import CheckpointPolicy
@@ -86,7 +87,8 @@ def test_a_restored_rank_says_so(home: Home, capsys: pytest.CaptureFixture[str])
     ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     ear.bind(str(home.node / NOTES_SOCKET))
     state = registered(steps=3)
-    assert home.durable(state).bring(V, 1, mine=True) is None
+    durable = home.durable(state)
+    assert durable.bring(V, 1, mine=True) is None
     home.snapshots.load(state, V, shards=True)
     for got, kept in zip(state.shards(), registered().shards(), strict=True):
         assert got.name == kept.name
@@ -95,6 +97,8 @@ def test_a_restored_rank_says_so(home: Home, capsys: pytest.CaptureFixture[str])
     assert note is not None
     assert (note.what, note.tier, note.step, note.rank) == ("restored", "remote", 4, 0)
     assert note.bytes == sum(live.tensor.nbytes for live in [*state.shards(), *state.buffers()])
+    assert durable.beat.read(Word.ARRIVED) >= note.bytes  # whoever asks whether this rank still moves sees every byte
+    assert durable.beat.read(Word.RESTORING) == 0
     assert "goes on from step 4 in" in capsys.readouterr().err
     ear.close()
 

@@ -30,7 +30,7 @@ def test_a_step_that_can_be_resumed_from_has_its_loss_written() -> None:
         raise KilledHere
 
     session: Any = SimpleNamespace(
-        cuda=False, token="", snap_dir=Path(), rank=0, has_buddy=True,
+        cuda=False, token="", snap_dir=Path(), rank=0, beat=None, has_buddy=True,
         state=SimpleNamespace(settle_buckets=lambda: None, touched=True, replicated=True),
         snapshots=SimpleNamespace(
             save=save, await_copy=lambda: None, waited_s=0.0, lag=lambda: (6, 6),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,9 +11,11 @@ import pytest
 from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.exceptions import PeerUnreachable, SlotInvalid
 from keepstep.checkpoint.slot import Version
+from keepstep.model.beat import Word
 from keepstep.model.ids import Epoch, JobId, NodeId, Rank, SlotId
 from keepstep.model.topology import Member, Place, Roster
 from keepstep.trainer import recovery_torch
+from keepstep.trainer.beat import Beat
 from keepstep.trainer.recovery_torch import Restorer
 
 NODES = tuple(NodeId(f"n{i}") for i in range(50))
@@ -124,3 +127,22 @@ def test_a_survivor_whose_own_step_cannot_be_restored_does_not_offer_it_again(mo
     found = restorer.meet(roster(None), 0, Version(7, 1), newcomer=False)
     assert (found.version, found.source) == (Version(6, 1), "local")
     assert snapshots.tried == [7, 6]
+
+
+def test_a_fetch_moves_the_heartbeat_with_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks whether this rank stands still sees the bytes come, those that are asked for twice as well."""
+    state: Any = Clean()
+    snapshots: Any = Damaged()
+    restorer = Restorer(state, snapshots, "", Path(), lambda: False, beat := Beat())
+    seen: list[tuple[int, int]] = []
+
+    class Holder:
+        def fetch(self, rank: int, version: Version, directory: Path, progress: Callable[[int, int], None]) -> None:
+            for done in (10, 30, 5, 40):
+                progress(done, 40)
+                seen.append((beat.read(Word.ARRIVED), beat.read(Word.RESTORING)))
+
+    holders: Any = {Version(7, 1): Holder()}
+    restorer._fetch(holders, 0, Version(7, 1))
+    assert seen == [(10, 1), (30, 1), (30, 1), (65, 1)]
+    assert beat.read(Word.RESTORING) == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from keepstep.core.decide.ladder import above
 from keepstep.core.decide.situation import vacant_ranks
 from keepstep.core.detect import deadlines
+from keepstep.core.detect.restores import standing
 from keepstep.core.draft import Draft, nanos
 from keepstep.core.locate.faults import (
     Fault,
@@ -168,7 +169,7 @@ def missing_at_rebuild(draft: Draft) -> None:
 
     Everybody waits for everybody while communicators are built, so being late proves little. Suspicion goes to those
     whose node has not even carried out the order, then to those that have not resumed while others have, then to
-    newcomers; if none of them stands out, nobody is blamed.
+    those that stand still while they bring their state, then to newcomers; if nobody stands out, nobody is blamed.
     """
     job = draft.job
     roster = job.roster
@@ -179,7 +180,13 @@ def missing_at_rebuild(draft: Draft) -> None:
     late = [m.rank for m in roster.members if not ((p := job.progress.get(m.rank)) and p.resumed)]
     idle = [m.rank for m in roster.members if m.node not in job.started]
     fresh = [m.rank for m in roster.members if m.newcomer and m.rank in late]
-    ranks = idle or (late if len(late) < roster.world_size else []) or fresh
+    late = late if len(late) < roster.world_size else []
+    ranks = idle or late or standing(job) or fresh
+    if job.restoring:
+        what = f"rank {fold_ranks(ranks)} has" if ranks else "the ranks have"
+        wait_s = draft.policy.rebuild_s
+        _late(draft, ranks, f"{what} not resumed, and no bytes of any rank's state have arrived for {wait_s:g} s")
+        return
     took = draft.policy.rebuild_s if roster.mode == "in_process" else draft.policy.first_start_s
     what = f"rank {fold_ranks(ranks)} had" if ranks else "the ranks had"
     _late(draft, ranks, f"{what} not resumed {took:g} s after the order to enter the epoch")
