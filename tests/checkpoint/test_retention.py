@@ -6,21 +6,26 @@ import itertools
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from keepstep.checkpoint import archive, catalog, collect
 from keepstep.checkpoint.basis import Basis
 from keepstep.checkpoint.catalog import Generation
-from keepstep.checkpoint.generation import folder, manifest_name, part_name
+from keepstep.checkpoint.exceptions import PayloadDamaged
+from keepstep.checkpoint.generation import folder, manifest_name, part_name, payload_name
 from keepstep.checkpoint.reader import Reader
 from keepstep.checkpoint.retention import UNFINISHED_S, judge
+from keepstep.checkpoint.saved import on_node
 from keepstep.checkpoint.slot import Version
 from keepstep.checkpoint.tiers.directory import DirectoryTier
 from keepstep.checkpoint.tiers.memory import MemoryTier
 from keepstep.model.settings import CheckpointPolicy
 from tests.checkpoint import crash_tool
+from tests.checkpoint import durable_made as made
 from tests.checkpoint.test_archive import LARGE, put
 
 S = 1_000_000_000
@@ -59,6 +64,34 @@ def test_the_newest_stay_and_multiples_stay() -> None:
     assert kept(tier, CheckpointPolicy(keep=1, keep_every=500), 2000) == {500, 1000}
     assert kept(tier, CheckpointPolicy(keep=0), 2000) == {1000}
     assert kept(tier, CheckpointPolicy(keep=1, keep_s=350), 1000) == {700, 800, 900, 1000}
+
+
+def test_a_damaged_one_is_never_kept_in_place_of_a_good_one() -> None:
+    """Neither in a shared place nor on a node's own disk, where parts count by themselves."""
+    tier = [at(100), structs.replace(at(200, complete=False), damaged=True)]
+    for by_itself in (False, True):
+        assert 100 in kept(tier, CheckpointPolicy(keep=1), by_itself=by_itself)
+        assert kept([*tier, at(300), at(400)], CheckpointPolicy(keep=1), by_itself=by_itself) <= {300, 400}
+
+
+def test_damage_is_passed_on_to_parts_that_rest_on_it(tmp_path: Path) -> None:
+    """On a node's own disk no manifest says so."""
+    tier = DirectoryTier(tmp_path, "local", create=True)
+    before: tuple[Version, bytes] | None = None
+    for step in (1, 2, 3):
+        payload, entries = made.payload_of({"p/m/w": np.full(2000, step, dtype="float32")})
+        part = made.write_part(tier, Version(step, 1), 0, payload, entries, base=before)
+        if step < 3:
+            made.complete(tier, Version(step, 1), [part])
+        before = Version(step, 1), payload
+    file = tmp_path / payload_name(Version(2, 1), 0, "delta")
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    with pytest.raises(PayloadDamaged):
+        archive.verify(tier, Version(2, 1))
+    verdicts, found = collect.plan(tier, CheckpointPolicy(keep=1), by_itself=True)
+    assert [one.damaged for one in found] == [True, True, False]
+    assert {verdict.version.step: verdict.why for verdict in verdicts}[1] == "the newest complete one"
+    assert [seen.step for seen in on_node(tier)] == [1]
 
 
 def test_what_a_kept_difference_rests_on_stays() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tests.checkpoint import durable_made as made
 
-from keepstep.checkpoint import generation
+from keepstep.checkpoint import archive, catalog, generation
+from keepstep.checkpoint.exceptions import BaseDamaged, PayloadDamaged
 from keepstep.checkpoint.slot import Version
 from keepstep.checkpoint.tiers.directory import DirectoryTier
+from keepstep.checkpoint.tiers.memory import MemoryTier
 from keepstep.cli.main import main
 from keepstep.model import exits
 
@@ -99,6 +102,76 @@ def test_verify_names_the_damaged_shard_and_the_way_out(capsys: pytest.CaptureFi
     assert [found[step]["sound"] for step in (30, 20, 10)] == [True, False, True]
     assert "rank00000.delta: bytes 0 to" in found[20]["why"]
     assert "the next older complete one is --step 10" in out.err
+
+
+def test_what_verify_found_is_remembered_by_all(
+    capsys: pytest.CaptureFixture[str], place: Path, tmp_path: Path
+) -> None:
+    """Marked with ``--write``: ls and show say so, a restore passes over it and what rests on it, and gc keeps the last
+    good one; read again and sound, it counts again."""
+    name = generation.payload_name(Version(20, 1), 0, "delta")
+    flip(place, name)
+    ask(capsys, "verify", place, "--write", code=1)
+    rows = {one["step"]: one for one in ask(capsys, "ls", place)["generations"]}
+    assert [rows[step]["state"] for step in (40, 30, 20, 10)] == ["parts", "damaged", "damaged", "verified"]
+    assert "rank00000.delta: bytes 0 to" in rows[20]["why"]
+    assert "rests on step 20" in rows[30]["why"]
+    assert ask(capsys, "show", place, "--step", 20)["state"] == "damaged"
+    assert ask(capsys, "restore", place, "--to", tmp_path / "full")["step"] == 10
+    assert main(["ckpt", "restore", str(place), "--to", str(tmp_path / "other")]) == 0
+    assert "step 30 is passed over: rests on step 20" in capsys.readouterr().err
+    assert "step 20 in" in refuse(capsys, "restore", place, "--to", tmp_path / "x", "--step", 20)
+    ask(capsys, "gc", place, "--keep", 1, "--yes")
+    assert 10 in [one["step"] for one in ask(capsys, "ls", place)["generations"] if one["complete"]]
+    flip(place, name)
+    assert ask(capsys, "verify", place, "--step", 30, "--write")["sound"]
+    assert [one["step"] for one in ask(capsys, "ls", place)["generations"] if one["complete"]] == [30, 20, 10]
+
+
+def test_a_part_that_is_written_anew_is_not_the_damaged_one(place: Path) -> None:
+    """A mark is about the very bytes that the manifest named, never about the step."""
+    tier = DirectoryTier(place)
+    flip(place, generation.payload_name(Version(10, 1), 0, "full"))
+    with pytest.raises(PayloadDamaged):
+        archive.verify(tier, Version(10, 1))
+    assert catalog.look(tier, Version(30, 1)).damaged
+    with pytest.raises(PayloadDamaged, match="damaged: "):
+        archive.complete(tier, Version(10, 1), 1)
+    with pytest.raises(BaseDamaged, match="rests on step 10"):
+        archive.complete(tier, Version(20, 1), 1)
+    payload, entries = made.payload_of(state(11))
+    made.complete(tier, Version(10, 1), [made.write_part(tier, Version(10, 1), 0, payload, entries, plain=PLAIN)])
+    assert catalog.look(tier, Version(10, 1)).complete
+    archive.complete(tier, Version(10, 1), 1)
+    assert not (place / generation.damaged_name(Version(10, 1))).exists()
+
+
+def test_a_chain_of_two_thousand_is_judged_in_one_go() -> None:
+    """Neither recursion nor a second look at any of them; what is broken at the bottom is said in one sentence."""
+    asked: list[str] = []
+
+    class Counting(MemoryTier):
+        def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+            asked.append(name)
+            return super().get(name, start, length)
+
+        def names(self, prefix: str = "") -> Iterator[str]:
+            return iter([f"{prefix}{tail}" for tail in ("manifest.json", "rank00000.delta", "rank00000.json")])
+
+    tier, length = Counting(), 2000
+    for step in range(1, length + 1):
+        bases = (Version(step - 1, 1),) if step > 1 else ()
+        ref = generation.PartRef(rank=0, sum=1, size=1, bytes=1)
+        manifest = generation.Manifest(
+            job="j", version=Version(step, 1), world_size=1, created_ns=1, parts=(ref,), bases=bases
+        )
+        tier.objects[generation.manifest_name(Version(step, 1))] = generation.seal(manifest)
+    assert catalog.look(tier, Version(length, 1)).complete
+    assert len(asked) == length
+    tier.remove(generation.manifest_name(Version(1, 1)))
+    assert catalog.look(tier, Version(length, 1)).why.startswith(
+        "rests on step 1999, which in the end rests on step 1,"
+    )
 
 
 def test_restore_writes_the_end_of_a_chain_in_full(

@@ -15,17 +15,23 @@ from msgspec import structs
 from keepstep.checkpoint import catalog, sums
 from keepstep.checkpoint.basis import Basis
 from keepstep.checkpoint.bodies import Body, Copied, Delta, Full, size_of, sound_chunks
+from keepstep.checkpoint.catalog import Generation
 from keepstep.checkpoint.exceptions import (
+    BaseDamaged,
     GenerationIncomplete,
     ManifestDamaged,
     PayloadDamaged,
     TierMissing,
 )
 from keepstep.checkpoint.generation import (
+    DAMAGED,
+    Bad,
+    Damaged,
     Manifest,
     Part,
     PartRef,
     Verified,
+    damaged_name,
     folder,
     manifest_name,
     part_name,
@@ -132,13 +138,19 @@ def _make_way(tier: Tier, part: Part) -> Part | None:
     try:
         there = catalog.part(tier, part.version, part.rank)
         whole = _serves(there, part) and tier.size(f"{folder(part.version)}/{there.file}") == there.size
-        if whole and (there.base is None or catalog.look(tier, there.base).complete):
+        if whole and (there.base is None or catalog.look(tier, there.base).complete) and not _is_marked(tier, there):
             return there
     except (GenerationIncomplete, ManifestDamaged, TierMissing):
         pass
     for name in (manifest_name(part.version), verified_name(part.version), part_name(part.version, part.rank)):
         tier.remove(name)
     return None
+
+
+def _is_marked(tier: Tier, part: Part) -> bool:
+    """Whether these very bytes have been found damaged: then they are written anew."""
+    bad = {one.sum for one in catalog.marks(tier, part.version) if one.rank == part.rank}
+    return bool(bad) and sums.digest(tier.get(part_name(part.version, part.rank))) in bad
 
 
 def _serves(there: Part, part: Part) -> bool:
@@ -181,11 +193,13 @@ def complete(tier: Tier, version: Version, world_size: int, *, now: Now = time.t
         raise GenerationIncomplete(f"{tier.where}/{folder(version)}: the parts of ranks {absent} are not there")
     parts, refs = _gather(tier, version, range(world_size))
     _agree(tier, parts, world_size)
+    if DAMAGED in names and (bad := catalog.marked(catalog.marks(tier, version), refs)):
+        raise PayloadDamaged(f"{tier.where}/{folder(version)}: damaged: {bad[0].why}")
     bases = sorted({part.base for part in parts if part.base is not None})
     for base in bases:
         under = catalog.look(tier, base)
         if not under.complete:
-            raise GenerationIncomplete(
+            raise (BaseDamaged if under.damaged else GenerationIncomplete)(
                 f"{tier.where}/{folder(version)}: rests on step {base.step}, which is not complete: {under.why}"
             )
     wanted = Manifest(
@@ -205,6 +219,8 @@ def complete(tier: Tier, version: Version, world_size: int, *, now: Now = time.t
         raise ManifestDamaged(f"{tier.where}/{name}: reads back otherwise than it was written")
     if all(part.read_back for part in parts) and not catalog.is_verified(tier, version, sums.digest(data)):
         _write_verified(tier, wanted, data, now())
+    if DAMAGED in names:
+        tier.remove(damaged_name(version))  # it was about parts that have been written anew since
     return wanted
 
 
@@ -213,12 +229,17 @@ def verify(
     version: Version,
     *,
     write: bool = True,
+    found: Generation | None = None,
     progress: Callable[[int], None] = lambda _: None,
     now: Now = time.time_ns,
 ) -> Verified:
     """Read everything of a generation back and compare it, then say so in ``verified.json``.
 
+    All parts are read, also behind a damaged one, so that ``damaged.json`` names them all; both are only written where
+    ``write`` is set. One that is marked damaged is read again, and the mark goes when it turns out to be sound.
+
     Args:
+        found: what the catalog says of it, where that is known; looked up otherwise.
         progress: called with the number of bytes as they have been compared.
 
     Raises:
@@ -226,26 +247,48 @@ def verify(
         ManifestDamaged, PayloadDamaged: name what differs. A former ``verified.json`` is then removed.
     """
     try:
-        found = catalog.look(tier, version)
-        if not found.complete:
+        found = found or catalog.look(tier, version)
+        if not found.complete and not found.damaged:
             raise GenerationIncomplete(f"{tier.where}/{folder(version)}: {found.why}")
         data = tier.get(manifest_name(version))
         manifest = unseal(data, Manifest, f"{tier.where}/{manifest_name(version)}")
-        parts, refs = _gather(tier, version, range(manifest.world_size))
-        for ref, named in zip(refs, sorted(manifest.parts, key=lambda part: part.rank), strict=True):
-            if ref != named:
-                raise ManifestDamaged(f"{tier.where}/{part_name(version, ref.rank)}: is not what the manifest names")
-        _agree(tier, parts, manifest.world_size)
-        for part in parts:
-            for chunk in sound_chunks(tier, payload_name(version, part.rank, part.kind), part):
-                progress(len(chunk))
+        bad, first = _read_back(tier, manifest, progress)
+        if first is not None:
+            if write and _get(tier, manifest_name(version)) == data:  # else it is being removed, or written anew
+                tier.put(damaged_name(version), [seal(Damaged(version=version, at_ns=now(), parts=tuple(bad)))])
+            raise first
     except (GenerationIncomplete, ManifestDamaged, PayloadDamaged):
         if write:
             tier.remove(verified_name(version))
         raise
     if not write:
         return _verified(manifest, data, now())
-    return _write_verified(tier, manifest, data, now())
+    mark = _write_verified(tier, manifest, data, now())
+    tier.remove(damaged_name(version))
+    return mark
+
+
+def _read_back(
+    tier: Tier, manifest: Manifest, progress: Callable[[int], None]
+) -> tuple[list[Bad], ManifestDamaged | PayloadDamaged | GenerationIncomplete | None]:
+    """Parts that are not what the manifest names, and the error about the first of them."""
+    bad: list[Bad] = []
+    first: ManifestDamaged | PayloadDamaged | GenerationIncomplete | None = None
+    sample: Part | None = None
+    for named in sorted(manifest.parts, key=lambda ref: ref.rank):
+        try:
+            (part,), (ref,) = _gather(tier, manifest.version, [named.rank])
+            if ref != named:
+                name = part_name(manifest.version, named.rank)
+                raise ManifestDamaged(f"{tier.where}/{name}: is not what the manifest names")
+            sample = sample or part
+            _agree(tier, [sample, part], manifest.world_size)
+            for chunk in sound_chunks(tier, payload_name(part.version, part.rank, part.kind), part):
+                progress(len(chunk))
+        except (GenerationIncomplete, ManifestDamaged, PayloadDamaged) as error:
+            first = first or error
+            bad.append(Bad(rank=named.rank, sum=named.sum, why=str(error)))
+    return bad, first
 
 
 def _gather(tier: Tier, version: Version, ranks: Iterable[int]) -> tuple[list[Part], list[PartRef]]:

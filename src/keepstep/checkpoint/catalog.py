@@ -1,7 +1,7 @@
 """Catalog: what a durable tier holds, judged by what is there and not by what was meant to be.
 
-A generation is complete when its manifest is there, is what was written, and everything that it names is there. All
-else is unfinished, being removed, or damaged, and is never restored.
+A generation is complete when its manifest is there, is what was written, everything that it names is there, and nobody
+has found a part of it damaged. All else is unfinished, being removed, or damaged, and is never restored.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ from msgspec import Struct, structs
 
 from keepstep.checkpoint.exceptions import GenerationIncomplete, ManifestDamaged, TierMissing
 from keepstep.checkpoint.generation import (
+    DAMAGED,
     MANIFEST,
     VERIFIED,
+    Bad,
+    Damaged,
     Manifest,
     Part,
+    PartRef,
     Verified,
+    damaged_name,
     folder,
     manifest_name,
     part_name,
@@ -30,6 +35,8 @@ from keepstep.checkpoint.slot import Version
 from keepstep.checkpoint.sums import digest
 from keepstep.ports.tier import Tier
 
+RESTS, NOT_COMPLETE, IN_THE_END = "rests on step ", ", which is not complete: ", ", which in the end "
+"""Of the reason why a difference is not complete although all of its own parts are there."""
 MAX_NAMED = 8
 """Ranks that a sentence names before it says how many more there are."""
 
@@ -40,6 +47,7 @@ class Generation(Struct, frozen=True, kw_only=True):
     Attributes:
         complete: it may be restored.
         verified: everything in it has been read back.
+        damaged: somebody has read it, or what it rests on, and found it to differ from what was written.
         ranks: whose part is whole here. On a node's own tier these are the parts of that node's ranks, and each counts
             by itself: no manifest says so.
         why: why it is not complete, for people.
@@ -48,6 +56,7 @@ class Generation(Struct, frozen=True, kw_only=True):
     version: Version
     complete: bool = False
     verified: bool = False
+    damaged: bool = False
     job: str = ""
     world_size: int = 0
     created_ns: int = 0
@@ -77,18 +86,27 @@ def read(tier: Tier) -> list[Generation]:
 
 
 def look(tier: Tier, version: Version) -> Generation:
-    """One generation; not complete and without ranks where there is nothing."""
-    prefix = f"{folder(version)}/"
-    found = _judge(tier, version, {name.removeprefix(prefix) for name in tier.names(prefix)})
-    return _rest(found, [look(tier, base) for base in found.bases])
+    """One generation; not complete and without ranks where there is nothing. All that it rests on is looked at once."""
+    found: dict[Version, Generation] = {}
+    todo = [version]
+    while todo:
+        at = todo.pop()
+        prefix = f"{folder(at)}/"
+        found[at] = _judge(tier, at, {name.removeprefix(prefix) for name in tier.names(prefix)})
+        todo += [base for base in found[at].bases if base not in found and base not in todo]
+    for at in sorted(found):  # a manifest names older generations only
+        found[at] = _rest(found[at], [found[base] for base in found[at].bases])
+    return found[version]
 
 
 def _rest(generation: Generation, bases: Iterable[Generation]) -> Generation:
     """A difference is worth what it rests on."""
     for base in bases:
         if not base.complete and generation.complete:
-            why = f"rests on step {base.version.step}, which is not complete: {base.why or 'it is gone'}"
-            return structs.replace(generation, complete=False, verified=False, why=why)
+            why = f"{RESTS}{base.version.step}{NOT_COMPLETE}{base.why or 'it is gone'}"
+            if base.why.startswith(RESTS):  # one sentence with the first cause, however long the chain is
+                why = f"{RESTS}{base.version.step}{IN_THE_END}{base.why.rpartition(IN_THE_END)[2]}"
+            return structs.replace(generation, complete=False, verified=False, damaged=base.damaged, why=why)
     return generation
 
 
@@ -141,6 +159,22 @@ def is_verified(tier: Tier, version: Version, manifest_sum: int) -> bool:
     return found.version == version and found.manifest_sum == manifest_sum
 
 
+def marks(tier: Tier, version: Version) -> tuple[Bad, ...]:
+    """Parts that were found damaged. A mark that cannot be read counts for none."""
+    name = damaged_name(version)
+    try:
+        found = unseal(tier.get(name), Damaged, name)
+    except (TierMissing, ManifestDamaged):
+        return ()
+    return found.parts if found.version == version else ()
+
+
+def marked(bad: Iterable[Bad], refs: Iterable[PartRef]) -> list[Bad]:
+    """Those of the marks that are about these very parts."""
+    named = {(ref.rank, ref.sum) for ref in refs}
+    return [one for one in bad if (one.rank, one.sum) in named]
+
+
 def missing_ranks(present: Iterable[int], world_size: int) -> str:
     """``2, 5 and 3 more``."""
     there = set(present)
@@ -185,10 +219,16 @@ def _judge(tier: Tier, version: Version, names: set[str]) -> Generation:
     except (ManifestDamaged, GenerationIncomplete) as error:
         return Generation(version=version, ranks=ranks, why=str(error))
     absent = missing_ranks(ranks, found.world_size)
+    bad = marked(marks(tier, version), found.parts) if DAMAGED in names else []
+    why = f"parts of ranks {absent} are gone" if absent else ""
+    if bad:
+        why = f"damaged: {bad[0].why}" + (f"; and {len(bad) - 1} more parts" if len(bad) > 1 else "")
+    complete = not absent and not bad
     return Generation(
         version=version,
-        complete=not absent,
-        verified=not absent and VERIFIED in names and is_verified(tier, version, digest(data)),
+        complete=complete,
+        verified=complete and VERIFIED in names and is_verified(tier, version, digest(data)),
+        damaged=bool(bad),
         job=found.job,
         world_size=found.world_size,
         created_ns=found.created_ns,
@@ -196,7 +236,7 @@ def _judge(tier: Tier, version: Version, names: set[str]) -> Generation:
         bases=found.bases,
         ranks=ranks,
         replicated=found.replicated,
-        why=f"parts of ranks {absent} are gone" if absent else "",
+        why=why,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from msgspec import Struct, structs
 
@@ -49,13 +49,13 @@ def plan(
     """
     found = catalog.read(tier)
     if by_itself:
-        found = [_from_parts(tier, generation) for generation in found]
+        found = _passed_on([_from_parts(tier, generation) for generation in found])
     verdicts = judge(found, policy, now_ns=now(), writing=writing, by_itself=by_itself)
     by_version = {generation.version: generation for generation in found}
     settled = []
     for verdict in verdicts:
         generation = by_version[verdict.version]
-        unfinished = not generation.complete and not (by_itself and generation.ranks)
+        unfinished = not generation.complete and not (by_itself and generation.ranks) and not generation.damaged
         if not verdict.keep and unfinished and _may_be_written(tier, generation, now()):
             verdict = Verdict(version=verdict.version, keep=True, why="unfinished, and may still be completed")
         settled.append(verdict)
@@ -119,6 +119,19 @@ def _from_parts(tier: Tier, generation: Generation) -> Generation:
         verified=all(part.read_back for part in parts),
         bases=tuple(sorted({part.base for part in parts if part.base is not None})),
     )
+
+
+def _passed_on(found: Sequence[Generation]) -> list[Generation]:
+    """Damage is passed on to what rests on it, newest first in and out. A manifest has done so already."""
+    damaged: set[Version] = set()
+    told = []
+    for generation in reversed(found):
+        if not generation.damaged and not damaged.isdisjoint(generation.bases):
+            generation = structs.replace(generation, damaged=True, why="rests on a damaged one")
+        if generation.damaged:
+            damaged.add(generation.version)
+        told.append(generation)
+    return told[::-1]
 
 
 def _may_be_written(tier: Tier, generation: Generation, now_ns: int) -> bool:

@@ -58,6 +58,10 @@ class GenerationIncomplete(CheckpointError):
     """Not all parts of a generation are there; it does not exist yet, or will never."""
 
 
+class BaseDamaged(GenerationIncomplete):
+    """What a difference rests on was found damaged: it will never be complete, and is not waited for."""
+
+
 class LayoutMismatch(CheckpointError):
     """The pieces of a checkpoint do not make up what a rank wants; names the tensor and the region."""
 

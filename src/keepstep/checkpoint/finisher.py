@@ -15,6 +15,7 @@ from msgspec import Struct
 from keepstep.checkpoint import archive, catalog, collect
 from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.exceptions import (
+    BaseDamaged,
     CheckpointError,
     GenerationIncomplete,
     ManifestDamaged,
@@ -133,7 +134,7 @@ class Finisher:
         if newest is not None:
             self._completed(newest.version)
         for generation in found:
-            if generation.complete or 0 not in generation.ranks:
+            if generation.complete or generation.damaged or 0 not in generation.ranks:
                 continue
             if newest is None or generation.version > newest.version:
                 try:
@@ -172,7 +173,7 @@ class Finisher:
 
     def _later(self, pending: _Pending, target: Target, error: CheckpointError) -> None:
         now = self._clock()
-        limit = COMPLETE_S if pending.asked else 0.0
+        limit = COMPLETE_S if pending.asked and not isinstance(error, BaseDamaged) else 0.0
         if now - pending.since < limit:
             pending.next_look, pending.pause = now + pending.pause, min(LOOK_LAST_S, pending.pause * 1.5)
             return

@@ -11,6 +11,9 @@ checksums. When all parts are there, ``manifest.json`` names them: a generation 
     step-000000001200.e65536/manifest.json
     step-000000001200.e65536/verified.json
 
+``damaged.json`` names parts that were found to differ from what was written: while the manifest names those very parts
+the generation is not restored.
+
 The *payload* of a part is its tensors one behind the other, in the order of its records. Replicated tensors are
 written by one rank only (``TensorEntry.primary``); every rank writes its plain part.
 """
@@ -31,6 +34,7 @@ FORMAT = 1
 """Version of everything in this module. A reader refuses a newer one with a sentence."""
 MANIFEST = "manifest.json"
 VERIFIED = "verified.json"
+DAMAGED = "damaged.json"
 _FOLDER = re.compile(r"^step-(\d{12})\.e(\d+)$")
 
 
@@ -126,7 +130,24 @@ class Verified(Struct, frozen=True, kw_only=True):
     manifest_sum: int
 
 
-T = TypeVar("T", Part, Manifest, Verified)
+class Bad(Struct, frozen=True, kw_only=True):
+    """A part that is not what was written. ``sum`` is the manifest's: a part that is written anew is another one."""
+
+    rank: int
+    sum: int
+    why: str
+
+
+class Damaged(Struct, frozen=True, kw_only=True):
+    """What reading a generation back has found."""
+
+    format: int = FORMAT
+    version: Version
+    at_ns: int
+    parts: tuple[Bad, ...]
+
+
+T = TypeVar("T", Part, Manifest, Verified, Damaged)
 
 
 class _Format(Struct):
@@ -165,7 +186,11 @@ def verified_name(version: Version) -> str:
     return f"{folder(version)}/{VERIFIED}"
 
 
-def seal(value: Part | Manifest | Verified) -> bytes:
+def damaged_name(version: Version) -> str:
+    return f"{folder(version)}/{DAMAGED}"
+
+
+def seal(value: Part | Manifest | Verified | Damaged) -> bytes:
     """JSON that carries its own checksum."""
     body = msgspec.json.encode(value)
     return msgspec.json.encode({"sum": f"{digest(body):016x}", "body": Raw(body)}) + b"\n"

@@ -39,11 +39,11 @@ def judge(
 
     Args:
         writing: generations that somebody is writing or reading now.
-        by_itself: a node's own tier, where each part counts by itself: whatever has a whole part is taken for complete.
-            One more than ``keep`` stays there: another node may not have written the newest.
+        by_itself: a node's own tier, where each part counts by itself: whatever has a whole part, and was not found
+            damaged, is taken for complete. One more than ``keep`` stays there: another node may lack the newest.
     """
     ordered = sorted(generations, key=lambda generation: generation.version)
-    whole = [g for g in ordered if g.complete or (by_itself and g.ranks)]
+    whole = [g for g in ordered if g.complete or (by_itself and g.ranks and not g.damaged)]
     reasons: dict[Version, str] = {}
 
     def keep(version: Version, why: str) -> None:
@@ -71,7 +71,8 @@ def judge(
             keep(version, why)
     for generation in ordered:
         if generation not in whole and generation.version > newest.version:
-            keep(generation.version, "may still be completed")
+            why = "damaged, and newer than all that are complete" if generation.damaged else "may still be completed"
+            keep(generation.version, why)
     _keep_bases(ordered, reasons)
     return [
         Verdict(version=g.version, keep=g.version in reasons, why=reasons.get(g.version) or _why_not(g, whole))

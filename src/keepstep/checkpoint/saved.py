@@ -57,7 +57,8 @@ def on_shared(tier: Tier) -> tuple[list[Seen], list[str]]:
     seen: list[Seen] = []
     lost: list[str] = []
     for found in catalog.read(tier)[:LOOK]:
-        part = _any_part(tier, found) if found.world_size and (found.complete or not found.bases) else None
+        fit = found.complete or not (found.bases or found.damaged)
+        part = _any_part(tier, found) if found.world_size and fit else None
         if part is not None:
             seen.append(_seen(found, part, found.ranks, everywhere=True))
         if not found.complete and found.why and not found.why.startswith(UNFINISHED):
@@ -78,6 +79,7 @@ def _any_part(tier: Tier, found: Generation) -> Part | None:
 def on_node(tier: Tier) -> list[Seen]:
     """Parts on a node's own disk: each counts by itself, with what it rests on."""
     listed = catalog.read(tier)
+    listed = [found for found in listed if not found.damaged]
     ranks = {found.version: set(found.ranks) for found in listed}
     seen: list[Seen] = []
     for found in listed[:LOOK]:

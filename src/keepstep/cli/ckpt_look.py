@@ -44,7 +44,7 @@ def row(found: Generation, now_s: float) -> dict[str, Any]:
     """One generation, for people and programs."""
     state = "verified" if found.verified else "complete" if found.complete else "parts" if found.ranks else "unfinished"
     if not found.complete and not found.why.startswith("unfinished"):
-        state = "bad"
+        state = "damaged"
     made = found.created_ns / 1e9
     created = datetime.fromtimestamp(made, UTC).isoformat() if made else None
     return {
@@ -53,6 +53,7 @@ def row(found: Generation, now_s: float) -> dict[str, Any]:
         "state": state,
         "complete": found.complete,
         "verified": found.verified,
+        "damaged": state == "damaged",
         "created": created,
         "age_s": round(max(0.0, now_s - made), 1) if made else None,
         "age": age(created, now_s),
@@ -81,8 +82,8 @@ def show_list(at: Place, output: str) -> int:
 def show_one(at: Place, step: int | None, tensors: bool, output: str) -> int:
     form = check_form(output)
     with door(at.tier):
-        found = pick(at.tier, step)
-        parts = [catalog.part(at.tier, found.version, rank) for rank in range(found.world_size)]
+        found = pick(at.tier, step, damaged=True)
+        parts = [catalog.part(at.tier, found.version, rank) for rank in found.ranks]
     rows: list[dict[str, Any]] = [
         {
             "rank": part.rank,
@@ -120,7 +121,7 @@ def show_one(at: Place, step: int | None, tensors: bool, output: str) -> int:
         state = row(found, time.time())
         words = [f"step {state['step']}", state["state"], f"{state['age']} old", size_of(found.bytes)]
         words += [plural(found.world_size, "rank"), f"job {found.job}"]
-        say(f"{at.tier.where}: {', '.join(words)}")
+        say(f"{at.tier.where}: {', '.join(words)}" + (f": {found.why}" if found.why else ""))
     show(answer, rows, columns, form)
     return 0
 
@@ -129,7 +130,10 @@ def verify(at: Place, step: int | None, every: bool, write: bool, output: str) -
     """Read everything back; 1 when anything does not match."""
     form = check_form(output)
     with door(at.tier):
-        chosen = [one for one in catalog.read(at.tier) if one.complete] if every else [pick(at.tier, step)]
+        there = {one.version: one for one in catalog.read(at.tier)}
+        chosen = [one for one in there.values() if one.complete or one.damaged]
+        if not every:
+            chosen = [pick(at.tier, step, damaged=True)]
     if not chosen:
         raise DoorError(f"no checkpoint in {at.tier.where} is complete", help="`keepstep ckpt ls` lists them")
     wanted = {one.version: one for one in chosen}
@@ -137,8 +141,7 @@ def verify(at: Place, step: int | None, every: bool, write: bool, output: str) -
     while todo:  # what a difference rests on has to be sound, too
         for base in todo.pop().bases:
             if base not in wanted:
-                with door(at.tier):
-                    wanted[base] = catalog.look(at.tier, base)
+                wanted[base] = there.get(base) or Generation(version=base, why="it is gone")
                 todo.append(wanted[base])
     ordered = sorted(wanted.values(), key=lambda one: one.version, reverse=True)
     rows = [_verify_one(at.tier, found, write) for found in ordered]
@@ -153,6 +156,8 @@ def verify(at: Place, step: int | None, every: bool, write: bool, output: str) -
     show(answer, rows, columns, form)
     if bad:
         say(older(at.tier, bad[-1]))
+        if not write:
+            say("with --write this is kept beside the checkpoint, and no restore takes it")
     return 1 if bad else 0
 
 
@@ -160,13 +165,13 @@ def _verify_one(tier: Tier, found: Generation, write: bool) -> dict[str, Any]:
     began, why = time.monotonic(), ""
     with door(), bar(f"step {found.version.step}", found.bytes) as told:
         try:
-            archive.verify(tier, found.version, write=write, progress=told)
+            archive.verify(tier, found.version, write=write, found=found, progress=told)
         except (GenerationIncomplete, ManifestDamaged, PayloadDamaged) as error:
             why = str(error)
     return {
         "step": found.version.step,
         "sound": not why,
-        "state": "bad" if why else "ok",
+        "state": "damaged" if why else "ok",
         "bytes": found.bytes,
         "size": size_of(found.bytes),
         "seconds": round(time.monotonic() - began, 2),

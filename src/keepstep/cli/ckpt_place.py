@@ -22,6 +22,7 @@ from keepstep.checkpoint.exceptions import (
 )
 from keepstep.checkpoint.tiers.open import open_tier
 from keepstep.cli.errors import DoorError, NotFound, UsageError
+from keepstep.cli.say import say
 from keepstep.model.settings import CheckpointPolicy
 from keepstep.ports.tier import Tier
 
@@ -78,8 +79,11 @@ def _policy_of(job: str, state_dir: str) -> CheckpointPolicy:
     raise NotFound(f"{run} does not say where its checkpoints are", help="name a path or URL")
 
 
-def pick(tier: Tier, step: int | None) -> Generation:
-    """The generation of a step, or the newest complete one.
+def pick(tier: Tier, step: int | None, *, damaged: bool = False) -> Generation:
+    """The generation of a step, or the newest complete one. Newer ones that are passed over as damaged are told.
+
+    Args:
+        damaged: one that was found damaged will do, when it is asked for by its step.
 
     Raises:
         NotFound: there is none; says what there is instead.
@@ -90,6 +94,9 @@ def pick(tier: Tier, step: int | None) -> Generation:
     usable = [one for one in found if one.complete]
     if step is None:
         if usable:
+            for one in found:
+                if one.damaged and one.version > usable[0].version:
+                    say(f"step {one.version.step} is passed over: {one.why}")
             return usable[0]
         unfit = "; ".join(f"step {one.version.step}: {one.why}" for one in found[:3])
         raise NotFound(f"no checkpoint in {tier.where} is complete: {unfit}", help="`keepstep ckpt ls` lists them")
@@ -98,7 +105,7 @@ def pick(tier: Tier, step: int | None) -> Generation:
         near = min(usable or found, key=lambda one: abs(one.version.step - step)).version.step
         raise NotFound(f"{tier.where} holds no step {step}", help=f"the nearest is --step {near}")
     best = next((one for one in at if one.complete), at[0])
-    if not best.complete:
+    if not best.complete and not (damaged and best.world_size):
         raise NotFound(f"step {step} in {tier.where} cannot be used: {best.why}", help=older(tier, best))
     return best
 

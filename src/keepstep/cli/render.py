@@ -34,7 +34,7 @@ MEANING = {
         "VERIFYING",
         "warn",
     },
-    "red": {"FAILED", "ESCALATED", "QUARANTINED", "RETIRED", "STOPPED", "LOST", "bad"},
+    "red": {"FAILED", "ESCALATED", "QUARANTINED", "RETIRED", "STOPPED", "LOST", "bad", "damaged"},
 }
 """Colour is never the only carrier: the word is always there."""
 
