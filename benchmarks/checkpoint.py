@@ -3,9 +3,9 @@
     python -m benchmarks.checkpoint --size-mb 1024 --json
 
 One process trains a real model of that much state and saves it in turns in every way there is, in an order drawn anew
-for each round; what others do beyond the call goes on untimed. ``memcpy_floor_s`` is the C library's copy of the same
-bytes into warm memory, measured right before and after each snapshot and restore of ours: ratios are of neighbours in
-time.
+for each round; what others do beyond the call goes on untimed, and the next one waits until the machine is at rest
+(``disturbed`` counts where it did not come to that). ``memcpy_floor_s`` is the C library's copy of the same bytes into
+warm memory, one right before and one right after each snapshot and restore of ours: ratios are of neighbours in time.
 Peers are measured where they can be imported; what is missing is named with the way to get it.
 """
 
@@ -105,6 +105,7 @@ def report(args: argparse.Namespace, raw: dict[str, Any], keepers: dict[str, Any
         share = middle.get(f"restore_{name}_share_of_memcpy")
         found[f"restore_{name}_share_of_memcpy"] = None if share is None else round(share, 3)
     found["exact"] = raw["exact"]
+    found["disturbed"] = f"{raw['disturbed']} of {raw['measured']}"
     found["replication"] = keepers
     found["peak_extra_memory_mb"] = {name: round(size / MEGA, 1) for name, size in raw["peak_extra_bytes"].items()}
     found["absent"] = raw["absent"]

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "lm"))
 from train import Bytes, batch, corpus
 
 from benchmarks.checkpoint_lanes_torch import PEERS, Floor, Lane
-from benchmarks.progress import until
+from benchmarks.progress import until, until_idle
 from keepstep.checkpoint import archive, pair, reshard, sums
 from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.peers import PeerClient
@@ -52,6 +52,8 @@ LAYERS = 12
 STATES = 3
 """Tensors of the size of the parameters: weight and two moments."""
 START_S = 60.0
+PAIRS = 3
+"""Measurements per round of what takes a tenth of a second, each between two of the floor."""
 
 
 class Training:
@@ -120,7 +122,7 @@ class Ours:
 class Bench:
     def __init__(self, args: argparse.Namespace, memory: Path, disk: Path) -> None:
         self.args, self.memory, self.disk = args, memory, disk
-        self.found: dict[str, Any] = {"lanes": {}, "absent": {}, "exact": {}}
+        self.found: dict[str, Any] = {"lanes": {}, "absent": {}, "exact": {}, "measured": 0, "disturbed": 0}
         self.training = Training(args.size_mb, args.rows)
         self.floor = Floor(self.training.tensors(), copy_threads())
         self.ours = Ours(self.training, memory / "node")
@@ -166,7 +168,9 @@ class Bench:
         works |= {lane.name: lambda lane=lane: self._try(lane, timed=True) for lane in self.lanes}  # type: ignore[misc]
         for number in range(self.args.repeats):
             for name in order.sample(list(works), len(works)):
-                works[name]()
+                for _ in range(PAIRS if name == "keepstep" else 1):
+                    self._alone()
+                    works[name]()
             self._restores()
             print(f"round {number + 1} of {self.args.repeats}", file=sys.stderr)
         self.found["bytes"] = self.floor.bytes
@@ -176,11 +180,21 @@ class Bench:
         return self.found
 
     def _blocking(self) -> None:
+        self._beside_floor("keepstep_stall", self.ours.save, share=False)
+
+    def _beside_floor(self, name: str, work: Callable[[], object], *, share: bool) -> None:
+        """Time ``work`` between two copies of the floor, and note their ratio: how many floors, or what share."""
         before = self.floor.measure()
-        took = self.timed("keepstep_stall", self.ours.save)
-        floor = min(before, self.floor.measure())
+        took = self.timed(name, work)
+        after = self.floor.measure()
+        floor = (before + after) / 2
         self.note("memcpy_floor", floor)
-        self.note("keepstep_stall_over_floor", took / floor)
+        self.note(f"{name}_share_of_memcpy" if share else f"{name}_over_floor", floor / took if share else took / floor)
+
+    def _alone(self) -> None:
+        """What the one before has left behind is over, or it is told that it was not."""
+        self.found["measured"] += 1
+        self.found["disturbed"] += not until_idle()
 
     def _overlapped(self) -> None:
         """What one step waits for in all: the call at the commit, and before the optimizer's next step."""
@@ -217,10 +231,12 @@ class Bench:
         assert version is not None
         wanted = self.training.digest()
         self.timed("seal", slot.seal)
-        self._restore("local_memory", wanted, lambda: self._from_memory(version))
+        for _ in range(PAIRS):
+            self._restore("local_memory", wanted, lambda: self._from_memory(version))
         with self._keeper() as port:
             self._restore("peer", wanted, lambda: self._from_peer(version, port))
         disk: Tier = DirectoryTier(self.disk / "durable", "local", create=True)
+        self._alone()
         self.timed("time_to_durable", lambda: self._durable(disk, slot))
         drop_cache(self.disk / "durable")
         self._restore("local_disk", wanted, lambda: self._from_disk(version))
@@ -235,9 +251,8 @@ class Bench:
 
     def _restore(self, name: str, wanted: list[int], work: Callable[[], None]) -> None:
         self.training.spoil()
-        before = self.floor.measure()
-        took = self.timed(f"restore_{name}", work)
-        self.note(f"restore_{name}_share_of_memcpy", min(before, self.floor.measure()) / took)
+        self._alone()
+        self._beside_floor(f"restore_{name}", work, share=True)
         same = self.training.digest() == wanted
         self.found["exact"][name] = same and self.found["exact"].get(name, True)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 POLL_S = 0.01
+IDLE_LIMIT_S = 5.0
+IDLE_LOOK_S, IDLE_LOOKS = 0.2, 2
+IDLE_SHARE = 0.15
+"""Of one core: what a machine at rest does besides."""
 
 
 class Progress:
@@ -58,6 +63,30 @@ def until(done: Callable[[], bool], limit_s: float, what: str, tell: Callable[[]
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {limit_s:.0f} s for {what}\n{tell()}")
         time.sleep(POLL_S)
+
+
+def until_idle(limit_s: float = IDLE_LIMIT_S) -> bool:
+    """Wait until nothing else happens on this machine: what the last one left behind must not slow the next one down.
+
+    Returns:
+        Whether it came to that within ``limit_s``.
+    """
+    os.sync()
+    deadline, calm = time.monotonic() + limit_s, 0
+    while calm < IDLE_LOOKS:
+        before = _busy_ticks()
+        time.sleep(IDLE_LOOK_S)
+        busy_s = (_busy_ticks() - before) / os.sysconf("SC_CLK_TCK")
+        calm = calm + 1 if busy_s <= IDLE_SHARE * IDLE_LOOK_S else 0
+        if time.monotonic() > deadline:
+            return False
+    return True
+
+
+def _busy_ticks() -> int:
+    """Time that all cores have spent with anything but waiting, in ticks."""
+    words = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return sum(words) - words[3] - words[4]
 
 
 def spread(values: Sequence[float], digits: int = 3) -> dict[str, float] | None:
