@@ -19,6 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from keepstep.agent import become
+from keepstep.checkpoint import title
+from keepstep.model import env as names
 
 
 def main() -> None:
@@ -34,12 +36,27 @@ def main() -> None:
     request = _serve(channel)
     # From here on this is the child. The stack of the server is gone; what follows is the user's.
     become.prepare(env=request["env"], cwd=request["cwd"], out=request["out"], err=request["err"])
+    _take_title(request)
     if warm is not None:
         warm.after_fork()
     del warm, channel, parser, options
     become.run(
         kind=request["kind"], target=request["target"], args=request["args"], error_file=request.get("error_file", "")
     )
+
+
+def _take_title(request: dict[str, Any]) -> None:
+    """Let ``ps`` tell the ranks of a node from one another, and from the fork server."""
+    env, name = request["env"], request["id"]
+    title.claim()
+    job, program = env.get(names.JOB, "?"), request["target"]
+    match env.get(names.ROLE):
+        case "worker":
+            title.show(f"rank {env['RANK']}", f"r{env['RANK']}", job=job, program=program)
+        case "standby":
+            title.show(f"standby {name}", name, job=job, program=program)
+        case _:
+            title.show(name, name, job=job)
 
 
 def cuda_visible() -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from keepstep.checkpoint import room
+from keepstep.checkpoint import room, title
 from keepstep.checkpoint.exceptions import NotEnoughMemory
 from keepstep.model import env, exits
 from keepstep.model.beat import Phase
@@ -182,6 +182,7 @@ def join(version: str, timeout: timedelta | None) -> Session:
     seat = roster.seat_of(taken.rank)
     if seat is None:
         raise CannotResume(f"the roster {roster.key} has no rank {taken.rank}")
+    title.show(f"rank {taken.rank}", f"r{taken.rank}", job=os.environ.get(env.JOB, "?"), program=sys.argv[0])
     beat.epoch(roster.epoch, 0)
     beat.phase(Phase.SETUP)
     GROUPS.on_progress = beat.collective
