@@ -6,6 +6,7 @@ by which a setting is called in an error differs.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -20,6 +21,15 @@ SCHEMES = ("file", "s3", "gs", "az")
 """Of the shared tier; a text without a scheme is a path."""
 MAX_OVERHEAD = 0.5
 """Share of a step above which a budget cannot be meant."""
+UNSAID = ("", "none")
+"""What a duration or a limit says that is as good as left out; ``none`` outdoes an environment variable."""
+MAX_COUNT = 10**12 - 1
+"""Of steps and generations: the largest step that the name of a generation has room for."""
+MAX_FULL_EVERY = 200
+"""Differences that may rest on each other. Each makes a restore longer, and none of them may be lost."""
+MAX_DURATION_S = 100 * 365 * 86400.0
+LEAST_RATE, MOST_RATE = 100_000, 10**15
+"""Bytes per second: no generation would ever be complete at less, and no machine has more."""
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)(B|bit)(?:/s)?")
@@ -53,10 +63,17 @@ def policy(said: Mapping[str, Any], name: Callable[[str], str], *, resume: bool 
         BadSetting: names the setting, its value and the way out.
     """
     found = {**DEFAULTS, **said}
-    for key, least in (("every", 1), ("full_every", 1), ("keep", 1), ("keep_every", 0)):
+    for key, least, most in (
+        ("every", 1, MAX_COUNT),
+        ("full_every", 1, MAX_FULL_EVERY),
+        ("keep", 1, MAX_COUNT),
+        ("keep_every", 0, MAX_COUNT),
+    ):
         value = found[key]
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise BadSetting(f"{name(key)} {value} must be {least} or more", f"for example {name(key)} {least or 1000}")
+        if value > most:
+            raise BadSetting(f"{name(key)} {value} must be {most} or less", f"for example {name(key)} {min(most, 100)}")
     shared, own = place(found["dir"], name("dir")), local_place(found["local_dir"], name("local_dir"))
     if shared and shared == own:
         raise BadSetting(
@@ -87,41 +104,61 @@ def share(value: str | float, name: str) -> float:
         return 0.0
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e-\d+)?)\s*(%?)", text)
     number = float(found[1]) / (100 if found[2] else 1) if found else -1.0
-    if not 0 <= number <= MAX_OVERHEAD:
-        raise BadSetting(f"{name} {text!r} is no share between 0% and {MAX_OVERHEAD:.0%}", f"for example {name} 1%")
+    if not 0 < number <= MAX_OVERHEAD:
+        raise BadSetting(
+            f"{name} {text!r} is no share above 0%, at most {MAX_OVERHEAD:.0%}",
+            f"for example {name} 1%, or leave it out",
+        )
     return number
 
 
 def duration(value: str | float, name: str) -> float:
     """``90s``, ``30m``, ``24h``, ``7d``, or a number of seconds that is no text; 0 where nothing was said."""
     if not isinstance(value, str):
-        text = f"{value:g}s"
-    else:
-        text = value.strip()
-    if text in ("", "0"):
+        text, seconds = str(value), math.nan if isinstance(value, bool) else float(value)
+    elif (text := value.strip()) in UNSAID:
         return 0.0
-    found = _DURATION.fullmatch(text)
-    if not found:
-        raise BadSetting(f"{name} {text!r} is not a duration", f"for example {name} 24h (s, m, h and d are known)")
-    return float(found[1]) * _SECONDS[found[2]]
+    elif found := _DURATION.fullmatch(text):
+        seconds = float(found[1]) * _SECONDS[found[2]]
+    else:
+        seconds = 0.0 if re.fullmatch(r"0+(\.0+)?", text) else math.nan
+    if seconds == 0:
+        raise BadSetting(f"{name} {text!r} must be above 0", f"for example {name} 24h, or leave it out")
+    if not 0 < seconds <= MAX_DURATION_S:  # nor is it NaN
+        raise BadSetting(
+            f"{name} {text!r} is not a duration", f"for example {name} 24h (s, m, h and d are known, 100 years at most)"
+        )
+    return seconds
 
 
 def rate(value: str | float, name: str) -> int:
     """``500MB/s``, ``2GiB/s``, ``25Gbit/s`` or a number in bytes per second; 0, no limit, where nothing was said."""
-    text = value.strip() if isinstance(value, str) else f"{value:.0f}B"
-    if text in ("", "0", "0B"):
+    if isinstance(value, str) and value.strip() in UNSAID:
+        return 0
+    number = size(value)
+    way_out = f"for example {name} 500MB/s, 2GiB/s or 25Gbit/s; leave it out, or say none, for no limit"
+    said = value.strip() if isinstance(value, str) else value
+    if number is None:
+        raise BadSetting(f"{name} {said!r} is not a rate", way_out)
+    if number == 0:
+        raise BadSetting(f"{name} {said!r} would let nothing through", way_out)
+    if not LEAST_RATE <= number <= MOST_RATE:
+        raise BadSetting(f"{name} {said!r} is not between 100 kB/s and 1000 TB/s", way_out)
+    return int(number)
+
+
+def size(value: str | float) -> float | None:
+    """Bytes, or bytes per second, as they were said; ``None`` for what is neither."""
+    if not isinstance(value, str):
+        return None if isinstance(value, bool) or not 0 <= value < math.inf else value
+    text = value.strip()
+    if re.fullmatch(r"0+(\.0+)?", text):
         return 0
     found = _RATE.fullmatch(text)
-    number = 0
-    if found:
-        base = 1024 if found[3] else 1000
-        number = int(float(found[1]) * base ** _POWER[found[2]] / (8 if found[4] == "bit" else 1))
-    if number <= 0:
-        raise BadSetting(
-            f"{name} {text!r} is not a rate",
-            f"for example {name} 500MB/s, 2GiB/s or 25Gbit/s; leave it out for no limit",
-        )
-    return number
+    if not found:
+        return None
+    base = 1024 if found[3] else 1000
+    return float(found[1]) * base ** _POWER[found[2]] / (8 if found[4] == "bit" else 1)
 
 
 def place(text: str | os.PathLike[str], name: str) -> str:

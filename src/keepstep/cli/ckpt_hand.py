@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from keepstep.checkpoint import imported
+from keepstep.checkpoint import imported, words
 from keepstep.checkpoint.export_safetensors import FILE_BYTES, Folder, export, look
 from keepstep.checkpoint.reader import Reader
 from keepstep.checkpoint.room import show as size_of
@@ -68,8 +68,11 @@ def import_from(
     output: str,
 ) -> int:
     form = check_form(output)
-    if step < 0:
-        raise UsageError(f"--step {step} must be 0 or more", help="the number of steps that the checkpoint stands for")
+    if not 0 <= step <= words.MAX_COUNT:
+        raise UsageError(
+            f"--step {step} must be 0 or more, and {words.MAX_COUNT} or less",
+            help="the number of steps that the checkpoint stands for",
+        )
     directory = _directory(source)
     tier = place(to, "", create=True).tier
     with door():

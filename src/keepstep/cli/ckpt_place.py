@@ -170,10 +170,14 @@ def confirm(question: str, yes: bool) -> bool:
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
-def kept(keep: int, keep_every: int, keep_for: str, sdc_window: str) -> CheckpointPolicy | None:
+def kept(keep: int | None, keep_every: int | None, keep_for: str, sdc_window: str) -> CheckpointPolicy | None:
     """The retention that was said; ``None`` where nothing was."""
-    if not (keep or keep_every or keep_for or sdc_window):
+    if keep is None and keep_every is None and not keep_for and not sdc_window:
         return None
-    said = {"keep": keep or 1, "keep_every": keep_every, "keep_for": keep_for, "sdc_window": sdc_window}
+    said = {"keep": keep, "keep_every": keep_every}
+    given = {key: value for key, value in said.items() if value is not None}
     with door():
-        return words.policy(said, lambda key: f"--{key.replace('_', '-')}")
+        return words.policy(
+            {"keep": 1, **given, "keep_for": keep_for, "sdc_window": sdc_window},
+            lambda key: f"--{key.replace('_', '-')}",
+        )

@@ -26,6 +26,12 @@ from keepstep.model.topology import Layout
 
 MAX_NODES = 20_000
 """More than any job has, and still answered within seconds."""
+MAX_PER_NODE = 1024
+"""Ranks; the largest servers have a few dozen."""
+MAX_BYTES = 10**15
+"""State of one rank."""
+LEAST_GBPS, MOST_GBPS = 1e-3, 1e6
+LEAST_STEP_S, MOST_STEP_S = 1e-6, 1e6
 ASSUMED_RANK_BYTES = 10 * 10**9
 ASSUMED_RATES = {"memory": 160.0, "peer": 25.0, "local": 16.0, "remote": 4.0}
 """Gbit/s: PCIe 4 per device, and one ordinary network card, one NVMe disk and a busy shared store per node."""
@@ -119,9 +125,18 @@ def _check(question: Question) -> None:
             raise UsageError(f"{_flag(name)} {value} must be {bound} or more", help=f"for example {_flag(name)} 8")
     for name in ("step_s", "device_gbps", "peer_gbps", "local_gbps", "remote_gbps"):
         value, zero = getattr(question, name), name not in ("step_s", "device_gbps")
-        if value is not None and not (0 <= value < float("inf") and (value or zero)):
+        least, most = (LEAST_STEP_S, MOST_STEP_S) if name == "step_s" else (LEAST_GBPS, MOST_GBPS)
+        if value is not None and not (least <= value <= most or (zero and value == 0)):
             hint_ = "; 0 leaves the tier out" if zero else ""
-            raise UsageError(f"{_flag(name)} {value:g} must be above 0", help=f"for example {_flag(name)} 25{hint_}")
+            must = f"be at most {most:g}" if value > most else f"be above 0, {least:g} at least"
+            raise UsageError(f"{_flag(name)} {value:g} must {must}", help=f"for example {_flag(name)} 25{hint_}")
+    for name, bound in {
+        "gpus_per_node": MAX_PER_NODE,
+        "full_every": words.MAX_FULL_EVERY,
+        "every": words.MAX_COUNT,
+    }.items():
+        if (value := getattr(question, name)) > bound:
+            raise UsageError(f"{_flag(name)} {value} must be {bound} or less", help=f"for example {_flag(name)} 8")
     if question.nodes > MAX_NODES:
         raise UsageError(f"--nodes {question.nodes} is more than {MAX_NODES}", help="ask about one job, not the fleet")
     if question.racks and question.rack_size:
@@ -223,13 +238,10 @@ def _number(text: str) -> float:
 
 
 def _size(text: str) -> int:
-    try:
-        found = words.rate(text, "--bytes-per-rank")
-    except BadSetting:
-        found = 0
-    if not found or "bit" in text or "/s" in text:
+    found = words.size(text)
+    if not found or not 1 <= found <= MAX_BYTES or "bit" in text or "/s" in text:
         raise UsageError(f"--bytes-per-rank {text!r} is no size", help="for example --bytes-per-rank 12GB or 900MiB")
-    return found
+    return int(found)
 
 
 def _hosts(question: Question) -> list[Host]:
