@@ -16,6 +16,7 @@ from keepstep.controlplane import api as api_module
 from keepstep.controlplane import views
 from keepstep.controlplane.api import Desk, make_app
 from keepstep.controlplane.clock import AnchoredClock
+from keepstep.controlplane.moments import when
 from keepstep.controlplane.news import News
 from keepstep.controlplane.writer import Writer
 from keepstep.core.controller import Controller
@@ -310,5 +311,5 @@ def test_a_request_that_is_not_durable_in_time(tmp_path: Path, monkeypatch: pyte
 
 def test_times_are_utc_and_exact() -> None:
     """Nanoseconds become RFC 3339 without floating-point error; an unknown time is null."""
-    assert views.when(Nanos(1_700_000_000_123_456_789)) == "2023-11-14T22:13:20.123456Z"
-    assert views.when(Nanos(0)) is None
+    assert when(Nanos(1_700_000_000_123_456_789)) == "2023-11-14T22:13:20.123456Z"
+    assert when(Nanos(0)) is None

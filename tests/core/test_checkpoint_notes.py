@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from keepstep.cli.copies import copies_line, trouble_lines
 from keepstep.cli.show import age, checkpoint_rows, told
 from keepstep.controlplane.views import job_view, status_view
+from keepstep.core.fold_checkpoints import MISHAPS, WHY, fold_checkpoint
+from keepstep.core.summary import incident_block
 from keepstep.model.facts import CheckpointNoted
-from keepstep.model.ids import NodeId, Rank
+from keepstep.model.ids import JobId, Nanos, NodeId, Rank
 from tests.core.fleet import Fleet, replay, running
 
 
@@ -85,3 +88,139 @@ def test_people_read_ages_and_sizes() -> None:
     assert (row["age"], row["size"]) == ("14 s", "2.0 KiB")
     assert told(job)["durable"] == "remote:9"
     assert told({})["durable"] == ""
+
+
+# -------------------------------------------------------------------- troubles
+
+
+def noted(name: str, what: Any, **more: Any) -> CheckpointNoted:
+    """A note about a node's own disk, also of a node that the fleet does not have."""
+    return CheckpointNoted(job=JobId("lm"), at=Nanos(1), node=NodeId(name), what=what, tier="local", **more)
+
+
+def troubles(fleet: Fleet) -> list[dict[str, Any]]:
+    return list(job_view(fleet.job)["checkpoint_troubles"])
+
+
+def test_a_trouble_stays_until_a_newer_generation_makes_up_for_it() -> None:
+    """Left out: over with the same or a later step in that place. Damaged: with a later one only."""
+    fleet = running()
+    name = next(str(node) for node in fleet.job.nodes)
+    note(fleet, name, "saved", step=100)
+    for step in (200, 300, 300):
+        note(fleet, name, "skipped", step=step, rank=1, why="No space left")
+    note(fleet, name, "damaged", step=100, why="bytes 0 to 9")
+    note(fleet, name, "skipped", step=50, why="a late word")
+    left_out, damaged = troubles(fleet)
+    assert (left_out["tier"], left_out["what"], left_out["ranks"], left_out["why"]) == (
+        "remote",
+        "skipped",
+        "1",
+        "No space left",
+    )
+    assert (left_out["first_step"], left_out["step"], left_out["generations"]) == (200, 300, 2)
+    assert "keepstep ckpt ls" in left_out["help"]
+    assert "keepstep ckpt verify" in damaged["help"]
+    note(fleet, name, "saved", tier="local", step=400)
+    assert len(troubles(fleet)) == 2, "another place makes up for nothing"
+    note(fleet, name, "verified", step=100)
+    assert [row["what"] for row in troubles(fleet)] == ["skipped", "damaged"]
+    note(fleet, name, "saved", step=300)
+    assert troubles(fleet) == []
+
+
+def test_memory_that_failed_is_over_when_a_later_state_is_durable() -> None:
+    """A generation in the shared place has passed through the memory of every node."""
+    fleet = running()
+    first, second = [str(node) for node in fleet.job.nodes][:2]
+    note(fleet, first, "skipped", tier="memory", step=7, rank=0, why="no room")
+    note(fleet, second, "damaged", tier="memory", step=8, rank=2, why="flipped")
+    assert {row["tier"] for row in troubles(fleet)} == {"memory"}
+    note(fleet, first, "saved", tier="local", step=9)
+    assert [row["nodes"] for row in troubles(fleet)] == [[second]]
+    note(fleet, first, "saved", step=8)
+    assert len(troubles(fleet)) == 1, "it was that very state"
+    note(fleet, first, "saved", step=9)
+    assert troubles(fleet) == []
+
+
+def test_the_same_disk_on_many_nodes_is_one_row() -> None:
+    """And nodes that are not in the roster any more have no say."""
+    fleet = running()
+    names = [str(node) for node in fleet.job.nodes]
+    for name in (*names, "gone"):
+        fold_checkpoint(fleet.job, noted(name, "skipped", step=100, rank=Rank(0), why="Read-only file system"))
+    (row,) = troubles(fleet)
+    assert row["nodes"] == sorted(name for name in names if fleet.job.in_roster(NodeId(name)))
+    assert row["ranks"] == "-"
+
+
+def test_troubles_are_bounded_and_fold_from_the_log() -> None:
+    """However many places fail, and however long their errors are."""
+    fleet = running()
+    name = next(str(node) for node in fleet.job.nodes)
+    for what in ("skipped", "damaged"):
+        note(fleet, name, what, tier="local", step=3, why="x" * 500)
+    assert replay(fleet.log).dump() == fleet.mind.dump()
+    for number in range(MISHAPS + 9):
+        fold_checkpoint(fleet.job, noted(f"n{number}", "skipped", step=number, why="x" * 500))
+    assert len(fleet.job.mishaps) == MISHAPS
+    assert "skipped local/n0" not in fleet.job.mishaps
+    assert max(len(one.why) for one in fleet.job.mishaps.values()) == WHY
+
+
+def test_gaps_that_are_alike_are_one_row_and_lower_what_another_node_has() -> None:
+    """The row says since which step; copies say the oldest of the newest."""
+    fleet = running()
+    name = next(str(node) for node in fleet.job.nodes)
+    whole = job_view(fleet.job)["copies"]
+    assert whole["memory"] is not None
+    assert whole["peer"] == whole["memory"]
+    for rank in range(4):
+        note(fleet, name, "gap", tier="peer", step=whole["memory"] - rank, rank=rank, why="keeper away")
+    (row,) = troubles(fleet)
+    assert (row["tier"], row["what"], row["ranks"], row["why"]) == ("peer", "gap", "0-3", "keeper away")
+    assert job_view(fleet.job)["copies"]["peer"] == whole["memory"] - 3
+    for rank in range(4):
+        note(fleet, name, "gap", tier="peer", step=1, rank=rank, why=f"reason {rank}")
+    assert [row["ranks"] for row in troubles(fleet)] == ["0", "1", "2-3"]
+
+
+def test_people_read_what_is_behind_why_and_what_to_do() -> None:
+    """Two lines per trouble, one line for what there is, and a cell in the wide table."""
+    fleet = running()
+    name = next(str(node) for node in fleet.job.nodes)
+    note(fleet, name, "saved", step=100)
+    note(fleet, name, "skipped", step=200, why="No space left")
+    note(fleet, name, "skipped", step=300, why="No space left")
+    note(fleet, name, "gap", tier="peer", step=1, rank=1, why="keeper away")
+    job = job_view(fleet.job)
+    copies = copies_line(job, lambda _: "9 s")
+    assert copies.startswith("newest step in: memory ")
+    assert copies.endswith("shared 100 (9 s ago)")
+    lines = trouble_lines(job, lambda _: "9 s")
+    assert lines[0] == "behind: shared: steps 200 to 300 (2) left out for 9 s: No space left"
+    assert lines[1].startswith("  help: ")
+    assert lines[2] == "behind: rank 1 has no copy on another node since step 1, for 9 s: keeper away"
+    assert told(job)["behind"] == "remote:skipped peer:gap"
+    assert copies_line({}, lambda _: "") == ""
+    assert trouble_lines({}, lambda _: "") == []
+
+
+def test_an_incident_says_where_states_came_from_and_which_copies_were_bad() -> None:
+    """The ranks by source; a copy that was damaged while it was looked for; nothing without notes."""
+    fleet = running()
+    fleet.kill(1)
+    fleet.pump()
+    assert not [line for line in incident_block(fleet.log, "lm-i1") if "copies:" in line]
+    fleet.broken(0)
+    fleet.pump()
+    name = str(fleet.job.seat_of(Rank(0)).node)
+    for rank in (0, 1):
+        note(fleet, name, "restored", tier="memory", step=5, rank=rank)
+        note(fleet, name, "damaged", tier="peer", step=6, rank=rank, why="bytes 0 to 9")
+    note(fleet, name, "restored", tier="remote", step=5, rank=2)
+    block = "\n".join(incident_block(fleet.log, f"lm-i{fleet.job.incident_count}"))
+    assert "state:  rank 0-1 from step 5 in memory" in block
+    assert "state:  rank 2 from step 5 in the shared place" in block
+    assert "copies: rank 0-1: step 6 damaged (peer tier): bytes 0 to 9" in block

@@ -18,6 +18,7 @@ import msgspec
 import keepstep
 from keepstep.checkpoint import room
 from keepstep.cli import dirs, doctor
+from keepstep.cli.copies import copies_line, trouble_lines
 from keepstep.cli.errors import DoorError, NotFound
 from keepstep.cli.local import add_local
 from keepstep.cli.render import Column, Form, check_form, fold_nodes, paint, show
@@ -42,6 +43,7 @@ JOB_COLUMNS = (
     Column("ATTEMPT", "attempt", wide=True),
     Column("DURABLE", "durable", wide=True),
     Column("NO_COPY", "ranks_without_copy", wide=True),
+    Column("BEHIND", "behind", wide=True),
     Column("SUBMITTED", "submitted_at", wide=True),
     Column("RUN_DIR", "run_dir", wide=True),
     Column("REASON", "why"),
@@ -190,11 +192,12 @@ def show_job(where: Where, job: str, output: str) -> int:
 
 def show_checkpoints(job: Mapping[str, Any], form: Form) -> None:
     """What a job could fall back on, and what it lacks; nothing where there is nothing to say."""
-    if rows := checkpoint_rows(job, time.time()):
+    now_s = time.time()
+    if rows := checkpoint_rows(job, now_s):
         print()
         show(job, rows, CHECKPOINT_COLUMNS, form)
-    if (lacking := job.get("ranks_without_copy", "-")) != "-":
-        print(f"no copy on another node: rank {lacking}")
+    lines = [copies_line(job, lambda at: age(at, now_s)), *trouble_lines(job, lambda at: age(at, now_s))]
+    print("".join(f"{line}\n" for line in lines if line), end="")
     for short in job.get("shared_domains", ()):
         print(f"copies share their {short['domain']}: {fold_nodes(short['nodes'])} ({short['why']})")
     if pace := job.get("snapshot_pace"):
@@ -210,10 +213,11 @@ def checkpoint_rows(job: Mapping[str, Any], now_s: float) -> list[dict[str, Any]
 
 
 def told(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A job's row with its durable generations as one cell."""
+    """A job's row with its durable generations as one cell, and what is behind as another."""
     tiers = row.get("checkpoints") or ()
     cells = [f"{one['tier']}:{one['step']}{'' if one['verified'] else ' (not verified)'}" for one in tiers]
-    return {**row, "durable": " ".join(cells)}
+    behind = [f"{one['tier']}:{one['what']}" for one in row.get("checkpoint_troubles") or ()]
+    return {**row, "durable": " ".join(cells), "behind": " ".join(behind)}
 
 
 def age(at: str | None, now_s: float) -> str:

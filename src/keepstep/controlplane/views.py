@@ -6,7 +6,6 @@ Pure functions over the mind and log entries (``load_mind`` and ``incident_entri
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,13 @@ from typing import Any
 import msgspec
 
 from keepstep import __version__
+from keepstep.controlplane.checkpoint_views import checkpoint_rows, copies_row, trouble_rows
 from keepstep.controlplane.folding import LOG_FILE
+from keepstep.controlplane.moments import when
 from keepstep.core.controller import Controller
 from keepstep.core.recover.rosters import shortfalls
 from keepstep.core.state import Incident, Job, Node
-from keepstep.model.ids import IncidentId, JobId, Nanos, NodeId, show_epoch
+from keepstep.model.ids import IncidentId, JobId, show_epoch
 from keepstep.model.placement import NAMES
 from keepstep.model.records import IncidentMeasured, IncidentMoved, IncidentOpened, Observed, PlanMade, SuspectNamed
 from keepstep.model.settings import Policy
@@ -152,15 +153,6 @@ def accepted_view(entries: Sequence[Entry]) -> View:
     return {"schema": "keepstep.v1/Accepted", "events": [event_row(entry) for entry in entries]}
 
 
-def when(at: Nanos | int) -> str | None:
-    """RFC 3339 in UTC with microseconds; ``None`` for a time that is not known."""
-    if not at:
-        return None
-    whole, rest = divmod(int(at), 1_000_000_000)
-    moment = datetime.datetime.fromtimestamp(whole, datetime.UTC)
-    return f"{moment:%Y-%m-%dT%H:%M:%S}.{rest // 1000:06d}Z"
-
-
 # ---------------------------------------------------------------- an incident's entries
 
 
@@ -234,35 +226,13 @@ def _job_row(job: Job) -> View:
         "incident_open": job.current,
         "submitted_at": when(job.submitted),
         "allow_inject": job.spec.allow_inject,
-        "checkpoints": _checkpoint_rows(job),
+        "checkpoints": checkpoint_rows(job),
+        "copies": copies_row(job),
+        "checkpoint_troubles": trouble_rows(job),
         "ranks_without_copy": fold_ranks(sorted(job.gaps)),
         "snapshot_every": job.spec.snapshot_every,
         "snapshot_pace": job.pace,
     }
-
-
-def _checkpoint_rows(job: Job) -> list[View]:
-    """The newest generation of each durable tier. Nodes' own disks count as one: what all of them have.
-
-    A disk whose node is not in the roster any more has nothing to say about the present world.
-    """
-    rows = []
-    own = {name: saved for name, saved in job.saved.items() if name != "remote"}
-    here = [saved for name, saved in own.items() if job.in_roster(NodeId(name.partition("/")[2]))]
-    shared = job.saved.get("remote")
-    for tier, saved in (("local", min(here, key=lambda one: one.step, default=None)), ("remote", shared)):
-        if saved is not None:
-            rows.append(
-                {
-                    "tier": tier,
-                    "step": saved.step,
-                    "saved_at": when(saved.at),
-                    "verified": saved.verified,
-                    "bytes": saved.bytes,
-                    "seconds": saved.seconds,
-                }
-            )
-    return rows
 
 
 def _node_row(job: Job, node: Node) -> View:

@@ -6,7 +6,8 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from keepstep.core.state import Gap, Job, Link, Node, Progress, Saved, Store, seat_key
+from keepstep.core.fold_checkpoints import fold_checkpoint
+from keepstep.core.state import Job, Link, Node, Progress, Store, seat_key
 from keepstep.model.actions import Join, KeepStandbys
 from keepstep.model.facts import (
     ActionDone,
@@ -51,7 +52,7 @@ def fold_fact(job: Job, fact: AnyFact) -> None:
         case JobSubmitted() | StopRequested() | InjectRequested() | TimePassed() | StandbyReady():
             pass  # what follows from them is in the records behind
         case CheckpointNoted():
-            _checkpoint(job, fact)
+            fold_checkpoint(job, fact)
         case RecoveredLocally():
             if fact.roster.epoch > job.epoch:
                 job.deputy_at = fact.at
@@ -227,33 +228,6 @@ def _progress(job: Job, fact: RankJoined | RankResumed | RankAdvanced | RankDone
     if world in (job.resumed if isinstance(fact, RankResumed) else 0, job.advanced, job.done):
         job.step = min(seen.step for seen in job.progress.values())
     _settle(job)
-
-
-def _checkpoint(job: Job, fact: CheckpointNoted) -> None:
-    """What there is to fall back on. Notes may be lost on their way, and come late: a newer step counts."""
-    tier = "remote" if fact.tier == "remote" else f"local/{fact.node}"
-    held = job.saved.get(tier)
-    match fact.what:
-        case "saved":
-            if held is None or fact.step >= held.step:
-                job.saved[tier] = Saved(step=fact.step, at=fact.at, bytes=fact.bytes, seconds=fact.seconds)
-        case "verified":
-            if held is None or fact.step > held.step:
-                held = Saved(step=fact.step, at=fact.at, bytes=fact.bytes)
-            if fact.step == held.step:
-                job.saved[tier] = replace(held, verified=True)
-        case "gap":
-            if fact.rank is not None:
-                job.gaps[fact.rank] = Gap(step=fact.step, at=fact.at, why=fact.why)
-        case "closed":
-            if fact.rank is not None:
-                job.gaps.pop(fact.rank, None)
-        case "interval":
-            job.pace = fact.why
-        case "skipped" | "damaged" | "expired" | "restored":
-            pass
-        case _:
-            assert_never(fact.what)
 
 
 def _step(job: Job, rank: Rank, step: int) -> None:

@@ -123,6 +123,23 @@ class Gap(Struct, frozen=True, kw_only=True):
     why: str
 
 
+class Mishap(Struct, frozen=True, kw_only=True):
+    """Checkpoints that were left out or found damaged in one place, and that nothing newer there has made up for.
+
+    Attributes:
+        steps: how many generations it has been, from ``first_step`` to ``step``.
+        rank: of the last one, where it was one rank's.
+    """
+
+    first_step: int
+    step: int
+    since: Nanos
+    at: Nanos
+    steps: int
+    rank: Rank | None
+    why: str
+
+
 class UserFault(Struct, frozen=True, kw_only=True):
     """An exception of the user's code that was already blamed for a recovery."""
 
@@ -233,6 +250,8 @@ class Job(Struct, kw_only=True):
     saved: dict[str, Saved] = {}
     """By tier: ``remote``, or ``local/NODE`` for each node's own disk."""
     gaps: dict[Rank, Gap] = {}
+    mishaps: dict[str, Mishap] = {}
+    """By what happened (``skipped``, ``damaged``), where (``remote``, or a node's ``local/NODE``, ``memory/NODE``)."""
     pace: str = ""
     """How the steps between snapshots were last chosen, in words; empty while they are as the job asked."""
     deadlines: dict[str, Nanos] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from keepstep.core.summary_copies import copies_lines
 from keepstep.core.summary_lines import clock, evidence_line, record_words, rejections
 from keepstep.model.ids import IncidentId
 from keepstep.model.records import (
@@ -142,6 +143,7 @@ def _outcome(own: Sequence[AnyRecord]) -> list[str]:
         lines.append(f"{label} {plan.rung}. {plan.reason}")
         lines += [f"        not {line}" for line in rejections(plan.rejected)]
     lines += [f"node:   {r.node} -> {r.to}: {r.why}" for r in own if isinstance(r, NodeMoved) and r.to == "QUARANTINED"]
+    lines += copies_lines(own)
     measured = next((r for r in own if isinstance(r, IncidentMeasured)), None)
     ended = next((r for r in own if isinstance(r, IncidentMoved) and r.to in ("RESOLVED", "ESCALATED")), None)
     if measured is not None:
