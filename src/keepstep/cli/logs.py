@@ -1,4 +1,4 @@
-"""``keepstep logs``: what the ranks wrote, merged; or only the failure that explains the others."""
+"""``keepstep logs``: what the ranks wrote, merged in order of time; or only the failure that explains the others."""
 
 from __future__ import annotations
 
@@ -83,14 +83,19 @@ def _print_all(files: list[RankFile]) -> None:
         if len(attempts) > 1:
             sys.stdout.flush()
             say(f"output of attempt {attempt}, of {len(attempts)}")
-        for stream in STREAMS:
-            mine = [one for one in files if one.attempt == attempt and one.stream == stream]
-            nodes = {one.rank: one.node for one in mine}
-            outputs: dict[int, Iterator[str]] = {}
-            for rank in nodes:
-                outputs[rank] = _lines([one.path for one in mine if one.rank == rank])
-            for merged in merge(outputs):
-                print(f"{prefix(merged.ranks, nodes)} {merged.line}")
+        mine = [one for one in files if one.attempt == attempt]
+        nodes = {one.rank: one.node for one in mine}
+        for merged in merge(*(_outputs(mine, stream) for stream in STREAMS)):
+            print(f"{prefix(merged.ranks, nodes)} {merged.line}")
+
+
+def _outputs(files: list[RankFile], stream: str) -> dict[int, Iterator[str]]:
+    """Each rank's lines on one stream; a rank that several processes have held has several files."""
+    paths: dict[int, list[Path]] = {}
+    for one in files:
+        if one.stream == stream:
+            paths.setdefault(one.rank, []).append(one.path)
+    return {rank: _lines(mine) for rank, mine in paths.items()}
 
 
 def _lines(paths: list[Path]) -> Iterator[str]:
@@ -131,19 +136,19 @@ def _follow(run_dir: Path, folders: list[Path], rank: int | None) -> None:
             if one.path not in tails and (rank is None or one.rank == rank):
                 tails[one.path] = Tail(one)
         came = {path: tail.more() for path, tail in tails.items()}
-        for path, lines in came.items():
-            _print_lines(tails[path].one, lines)
+        _print_together([(tails[path].one, lines) for path, lines in came.items()])
         if not any(came.values()):
             if over:
                 break
             time.sleep(POLL_S)
-    for tail in tails.values():
-        _print_lines(tail.one, tail.close())
+    _print_together([(tail.one, tail.close()) for tail in tails.values()])
 
 
-def _print_lines(one: RankFile, lines: list[str]) -> None:
-    for line in lines:
-        print(f"{one.node}:r{one.rank} {line}", flush=True)
+def _print_together(came: list[tuple[RankFile, list[str]]]) -> None:
+    """What has come since the last look, in the order of time where lines tell theirs."""
+    for merged in merge(*({number: lines} for number, (_, lines) in enumerate(came))):
+        one = came[merged.ranks[0]][0]
+        print(f"{one.node}:r{one.rank} {merged.line}", flush=True)
 
 
 def _show_first_error(source: Source) -> int:
@@ -171,7 +176,7 @@ def _failed(fact: dict[str, Any]) -> bool:
 
 
 def _headline(fact: dict[str, Any]) -> str:
-    from keepstep.controlplane.views import when
+    from keepstep.controlplane.moments import when
 
     error = fact.get("error")
     if error:

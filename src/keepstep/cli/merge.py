@@ -1,16 +1,20 @@
-"""Many ranks' output as one text: equal lines of several ranks become one, prefixed by the ranks that wrote it.
+"""Many ranks' output as one text, in the order of time; equal lines of several ranks become one.
 
-Per-rank files carry no times, so the order between ranks is worked out from the lines themselves: a line that others
-still have ahead of them waits for them.
+Where lines carry a time, that decides; a line without one belongs to the line before it. Of what carries no times at
+all the order between ranks is worked out from the lines themselves: one that others still have ahead of them waits
+for them. Such outputs come behind those with times: when they were written nobody knows.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
+from keepstep.cli.stamps import stamp
 from keepstep.model.topology import fold_ranks
 
 WINDOW = 64
@@ -24,25 +28,62 @@ class Merged(Struct, frozen=True):
     line: str
 
 
-def merge(outputs: Mapping[int, Iterable[str]], window: int = WINDOW) -> Iterator[Merged]:
-    """Fold equal lines of different ranks; each rank's own lines keep their order and none is lost."""
-    sources = {rank: iter(lines) for rank, lines in outputs.items()}
-    ahead: dict[int, deque[str]] = {rank: deque() for rank in sorted(outputs)}
-    while True:
-        for rank, lines in ahead.items():
-            while len(lines) < window and rank in sources:
-                try:
-                    lines.append(next(sources[rank]))
-                except StopIteration:
-                    del sources[rank]
-        heads = {rank: lines[0] for rank, lines in ahead.items() if lines}
-        if not heads:
-            return
-        chosen = _next_line(heads, ahead)
-        ranks = tuple(rank for rank, line in heads.items() if line == chosen)
-        for rank in ranks:
-            ahead[rank].popleft()
-        yield Merged(ranks, chosen)
+class _Output:
+    """One stream of one rank: its next lines, and the time of the first of them."""
+
+    def __init__(self, stream: int, rank: int, lines: Iterable[str], *, window: int, year: int) -> None:
+        self.stream, self.rank = stream, rank
+        self.ahead: deque[str] = deque()
+        self._times: deque[float | None] = deque()
+        self._lines = iter(lines)
+        self._window, self._year = window, year
+        self._known: float | None = None
+        self._fill()
+
+    @property
+    def key(self) -> tuple[float, int]:
+        """When the next line was written, and on which stream."""
+        return math.inf if self._known is None else self._known, self.stream
+
+    def take(self) -> str:
+        """The next line."""
+        line = self.ahead.popleft()
+        self._times.popleft()
+        self._fill()
+        return line
+
+    def _fill(self) -> None:
+        while len(self.ahead) < self._window and (line := next(self._lines, None)) is not None:
+            self.ahead.append(line)
+            self._times.append(stamp(line, self._year))
+        if self._times and self._times[0] is not None:
+            self._known = self._times[0]
+        elif self._known is None:  # a banner comes right before the first line with a time
+            self._known = next((at for at in self._times if at is not None), None)
+
+
+def merge(*streams: Mapping[int, Iterable[str]], window: int = WINDOW, year: int | None = None) -> Iterator[Merged]:
+    """Fold equal lines of different ranks; each rank's own lines keep their order on each stream, and none is lost.
+
+    Args:
+        streams: each rank's lines, stdout before stderr. Lines of different streams are never folded.
+        year: of times that leave it out; this one.
+    """
+    year = time.localtime().tm_year if year is None else year
+    outputs = [
+        _Output(number, rank, stream[rank], window=window, year=year)
+        for number, stream in enumerate(streams)
+        for rank in sorted(stream)
+    ]
+    while outputs := [output for output in outputs if output.ahead]:
+        first = min(output.key for output in outputs)
+        due = [output for output in outputs if output.key == first]
+        beside = [output for output in outputs if output.stream == first[1]]
+        chosen = _next_line({o.rank: o.ahead[0] for o in due}, {o.rank: o.ahead for o in beside})
+        said = [output for output in beside if output.ahead[0] == chosen]
+        for output in said:
+            output.take()
+        yield Merged(tuple(output.rank for output in said), chosen)
 
 
 def _next_line(heads: Mapping[int, str], ahead: Mapping[int, deque[str]]) -> str:
