@@ -55,7 +55,7 @@ class Level1Loop:
             return
         self._reserve()
         self._begin(found.version.step)
-        if part.rank == 0:
+        if part.rank == 0 and found.source != "saved":  # of that the restore has told, with how much and how fast
             say(None, f"going on from step {found.version.step} ({found.source})")
         say_if_over(found.version.step, self._total, part.rank)
         if found.version not in part.snapshots.private():

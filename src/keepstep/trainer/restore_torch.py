@@ -207,8 +207,8 @@ class Durable:
         label: TierLabel = "local" if came.get("local", 0) > came.get("remote", 0) else "remote"
         if self._rank == 0:
             where = self._config.policy.local_dir if label == "local" else self._config.policy.dir
-            took = f"{show(total)} in {seconds:.1f} s"
-            print(f"keepstep: goes on from step {version.step} in {where} ({took})", file=sys.stderr, flush=True)
+            what = f"saved in {where}; {show(total)} in {seconds:.1f} s"
+            print(f"keepstep: going on from step {version.step} ({what})", file=sys.stderr, flush=True)
         if self._notes is not None:
             self._notes.tell(
                 Note(what="restored", tier=label, step=version.step, rank=self._rank, bytes=total, seconds=seconds)

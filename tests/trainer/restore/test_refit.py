@@ -99,7 +99,7 @@ def test_a_restored_rank_says_so(home: Home, capsys: pytest.CaptureFixture[str])
     assert note.bytes == sum(live.tensor.nbytes for live in [*state.shards(), *state.buffers()])
     assert durable.beat.read(Word.ARRIVED) >= note.bytes  # whoever asks whether this rank still moves sees every byte
     assert durable.beat.read(Word.RESTORING) == 0
-    assert "goes on from step 4 in" in capsys.readouterr().err
+    assert "going on from step 4 (saved in" in capsys.readouterr().err
     ear.close()
 
 
