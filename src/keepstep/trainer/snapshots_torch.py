@@ -26,7 +26,7 @@ from keepstep.checkpoint import config as settings
 from keepstep.checkpoint import pair
 from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.exceptions import SlotDamaged, SlotInvalid
-from keepstep.checkpoint.notes import Note, Teller
+from keepstep.checkpoint.notes import Note, Teller, TierLabel
 from keepstep.checkpoint.slot import Description, Slot, Version
 from keepstep.model.env import ARCHIVER_SOCKET
 from keepstep.trainer.checked_torch import Checked
@@ -271,7 +271,8 @@ class Snapshots:
     def skip(self, step: int, busy: int) -> None:
         """Tell that the durable tiers leave out a step, because an earlier one is still on its way there."""
         why = f"the archiver still writes step {busy}; a larger --ckpt-every or a faster tier would help"
-        self.notes.tell(Note(what="skipped", tier="local", step=step, rank=self._rank, why=why))
+        tier: TierLabel = "local" if self.config.policy.local_dir else "remote"
+        self.notes.tell(Note(what="skipped", tier=tier, step=step, rank=self._rank, why=why))
 
     def _hold(self, slot: Slot, version: Version) -> None:
         others = [other.version.step for other in self._full.pinned() if other is not slot and other.version]

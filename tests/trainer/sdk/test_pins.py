@@ -97,7 +97,7 @@ def test_every_fifth_step_is_held_while_the_others_alternate(rank: Rank, overlap
     assert heard(rank.archiver) == [b"7 5"]
     (note,) = [read(data) for data in heard(rank.agent)]
     assert note is not None
-    assert (note.what, note.step, note.rank) == ("skipped", 10, 7)
+    assert (note.what, note.tier, note.step, note.rank) == ("skipped", "remote", 10, 7)
     assert "step 5" in note.why
     rank.lift()
     for step in range(13, 17):
