@@ -1,0 +1,62 @@
+"""Provenance: where a number that is no number came from. Looked for only when there is reason to.
+
+Gradients are the same on all ranks once they have been reduced, so afterwards nobody can tell which rank spoilt them.
+While a trace is armed each parameter's own gradient is looked at as backward makes it, before any reduction: the first
+one that is not finite, in the order of backward, is where it began on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepstep.trainer import pieces_torch as pieces
+
+
+class Trace:
+    """Watches the gradients of these parameters while it is armed.
+
+    Parameters whose module swaps them for others in its forward (FSDP) give no sign; then there is nothing to say.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
+        self._parameters = parameters
+        self._hooks: list[Any] = []
+        self._seen: list[tuple[str, Tensor]] = []
+
+    @property
+    def armed(self) -> bool:
+        return bool(self._hooks)
+
+    def arm(self) -> None:
+        if self._hooks:
+            return
+        for name, parameter in self._parameters:
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_hook(self._look(name)))  # type: ignore[no-untyped-call]
+
+    def disarm(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._seen = [], []
+
+    def begin(self) -> None:
+        """A new step."""
+        self._seen = []
+
+    def first(self) -> str:
+        """The first parameter, in the order of backward, whose gradient is not finite in this step; empty for none."""
+        if not self._seen:
+            return ""
+        flags = torch.stack([flag.cpu() for _, flag in self._seen]).tolist()
+        return next((name for (name, _), good in zip(self._seen, flags, strict=True) if not good), "")
+
+    def _look(self, name: str) -> Any:
+        def hook(gradient: Tensor) -> None:
+            here = pieces.local(gradient)
+            self._seen.append((name, torch.isfinite(here._values() if here.is_sparse else here).all()))
+
+        return hook
