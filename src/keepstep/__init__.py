@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from keepstep.trainer.api import Keepstep as Keepstep
     from keepstep.trainer.api import init as init
     from keepstep.trainer.data import StepData as StepData
+    from keepstep.trainer.guard import Guard as Guard
     from keepstep.trainer.loader_torch import StepLoader as StepLoader
     from keepstep.trainer.options import Checkpoint as Checkpoint
     from keepstep.trainer.shards import StepShards as StepShards
@@ -23,13 +24,24 @@ _LAZY = {
     "init": "keepstep.trainer.api",
     "Keepstep": "keepstep.trainer.api",
     "Checkpoint": "keepstep.trainer.options",
+    "Guard": "keepstep.trainer.guard",
     "StepData": "keepstep.trainer.data",
     "StepLoader": "keepstep.trainer.loader_torch",
     "StepShards": "keepstep.trainer.shards",
     "StepStream": "keepstep.trainer.stream",
 }
 
-__all__ = ["Checkpoint", "Keepstep", "StepData", "StepLoader", "StepShards", "StepStream", "__version__", "init"]
+__all__ = [
+    "Checkpoint",
+    "Guard",
+    "Keepstep",
+    "StepData",
+    "StepLoader",
+    "StepShards",
+    "StepStream",
+    "__version__",
+    "init",
+]
 
 
 def __getattr__(name: str) -> Any:

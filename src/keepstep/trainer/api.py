@@ -22,11 +22,14 @@ from keepstep.trainer.steps import PlainLoop, Step
 if TYPE_CHECKING:
     import torch
 
+    from keepstep.trainer.guard import Guard
+    from keepstep.trainer.guard_torch import Told
     from keepstep.trainer.join_torch import Identity
     from keepstep.trainer.level1_torch import Level1
     from keepstep.trainer.options import Checkpoint
     from keepstep.trainer.session_torch import Session
     from keepstep.trainer.state_torch import State
+    from keepstep.trainer.steps import Rewinding
 
 _PHASES = {
     "evaluation": Phase.EVALUATION,
@@ -41,7 +44,9 @@ _made: Keepstep | None = None
 class Keepstep:
     """This process's place in the job. Made by ``keepstep.init``."""
 
-    def __init__(self, who: Identity, session: Session | None, alone: Level1 | None = None) -> None:
+    def __init__(
+        self, who: Identity, session: Session | None, alone: Level1 | None = None, guard: Guard | None = None
+    ) -> None:
         from keepstep.trainer.join_torch import device_named
 
         self.rank: int = who.rank
@@ -51,7 +56,8 @@ class Keepstep:
         self.level: int = 2 if session is not None else 1 if alone is not None else 0
         """2, under ``keepstep run``: a lost rank is replaced while this process lives on. 1, with checkpoints under
         torchrun: all ranks are started again and go on from the last snapshot. 0: the loop only counts."""
-        self._session, self._alone = session, alone
+        self._session, self._alone, self._guard = session, alone, guard
+        self._own = _own_state() if guard is not None and session is None and alone is None else None
         self._looping = False
 
     def register(self, *, replicated: bool | None = None, **objects: Any) -> None:
@@ -81,20 +87,51 @@ class Keepstep:
         if not 0 <= start <= total:
             raise StepMisused(f"ks.steps({total}, start={start}): start must lie between 0 and {total}")
         self._looping = True
+        loop = self._loop(total, start)
+        return loop.run() if self._guard is None else self._guarded(loop, self._guard, total)
+
+    def _loop(self, total: int, start: int) -> Rewinding:
         if self._alone is not None:
             from keepstep.trainer.level1_loop_torch import Level1Loop
 
-            return Level1Loop(self._alone, total, start).run()
+            return Level1Loop(self._alone, total, start)
         if self._session is None:
-            return PlainLoop(total, start).run()
+            if self._own is not None:
+                self._own.bind()
+            return PlainLoop(total, start)
         from keepstep.trainer.loop_torch import Loop
 
-        return Loop(self._session, total, start).run()
+        return Loop(self._session, total, start)
+
+    def _guarded(self, loop: Rewinding, settings: Guard, total: int) -> Iterator[Step]:
+        from keepstep.trainer.guard_torch import Guardian
+
+        part, state = self._session or self._alone, self._state
+        assert state is not None
+        every = part.snapshots.config.policy.every if part is not None and part.snapshots.config.durable else 0
+        guardian = Guardian(
+            settings,
+            state,
+            rank=self.rank,
+            epoch=lambda: part.roster.epoch if part is not None else 0,
+            rewind=loop.rewind,
+            tell=self._tell,
+            quiet=part.snapshots.settle if part is not None else lambda: None,
+            durable=lambda step: every > 0 and (step % every == 0 or step == total),
+        )
+        for step in loop.run():
+            step.watcher = guardian
+            yield step
+
+    def _tell(self, told: Told) -> None:
+        from keepstep.trainer.guard_torch import printed
+
+        printed(told)
 
     @property
     def _state(self) -> State | None:
         part = self._session or self._alone
-        return part.state if part is not None else None
+        return part.state if part is not None else self._own
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -113,12 +150,18 @@ class Keepstep:
             beat.phase(before)
 
 
-def init(*, timeout: float | timedelta | None = None, checkpoint: Checkpoint | None = None) -> Keepstep:
+def init(
+    *,
+    timeout: float | timedelta | None = None,
+    checkpoint: Checkpoint | None = None,
+    guard: Guard | None = None,
+) -> Keepstep:
     """Join the job and make the process groups; call it once, before the model is built.
 
     Args:
         checkpoint: snapshots and durable generations without ``keepstep run`` (level 1); ``KEEPSTEP_CKPT_DIR`` and its
             kin ask for the same. Under ``keepstep run`` its flags decide.
+        guard: look at losses, gradient norms and replicas; ``KEEPSTEP_GUARD=observe`` or ``on`` asks for the same.
         timeout: of collectives, in seconds; torch's default where ``None``. It is only the last resort here: a broken
             collective is ended as soon as the fault is known.
     """
@@ -126,12 +169,13 @@ def init(*, timeout: float | timedelta | None = None, checkpoint: Checkpoint | N
     if _made is not None:
         return _made
     limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+    watch = _settled(guard)
     if env.SLOT in os.environ:
         import keepstep.trainer.loop_torch  # noqa: F401 - while a standby has time: later the others would wait for it
         from keepstep.trainer.session_torch import join
 
         session = join(__version__, limit)
-        _made = Keepstep(session.who, session)
+        _made = Keepstep(session.who, session, guard=watch)
         if checkpoint is not None and session.who.rank == 0:
             ours = "--ckpt-dir and its kin decide"
             print(f"keepstep: checkpoint= has no effect under keepstep run, where {ours}", file=sys.stderr, flush=True)
@@ -139,8 +183,28 @@ def init(*, timeout: float | timedelta | None = None, checkpoint: Checkpoint | N
         from keepstep.trainer.join_torch import join_plain
 
         who = join_plain(limit)
-        _made = Keepstep(who, None, _level1(who, checkpoint))
+        _made = Keepstep(who, None, _level1(who, checkpoint), watch)
     return _made
+
+
+def _settled(asked: Guard | None) -> Guard | None:
+    """The guard's settings that hold, if there is one."""
+    from keepstep.checkpoint.exceptions import BadSetting
+    from keepstep.trainer import guard
+
+    try:
+        return guard.settle(asked, os.environ)
+    except BadSetting as error:
+        if asked is not None:
+            raise  # the script's own argument: its author wants to see the line
+        print(f"keepstep: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(exits.BAD_CONFIG) from None
+
+
+def _own_state() -> State:
+    from keepstep.trainer.state_torch import State
+
+    return State()
 
 
 def _level1(who: Identity, asked: Checkpoint | None) -> Level1 | None:

@@ -57,3 +57,11 @@ class CannotResume(TrainerError, RuntimeError):
 
 class InjectedFault(TrainerError, RuntimeError):
     """Asked for by a person (``keepstep inject exception``), to see what the job makes of it."""
+
+
+class StepUndone(TrainerError):
+    """The guard has put an older state back on all ranks; ``with step`` swallows this, the loop goes on from there."""
+
+
+class GuardStopped(TrainerError, RuntimeError):
+    """The guard has ended training: what it found cannot be mended here; the message says what and the way out."""

@@ -136,7 +136,7 @@ class Level1Loop:
 
     def _save(self, version: Version, *, first: bool = False) -> None:
         part, pacing = self._p, self._pacing
-        pacing.step()
+        pacing.step(version.step)
         full = first or pacing.full(version.step)
         if full:
             if not first:
@@ -164,6 +164,14 @@ class Level1Loop:
         self._gate.wait(step)
         if self._p.state.replicated and self._pacing.too_dear(self._gate):
             self._gated = False
+
+    def rewind(self, step: int) -> None:
+        """The guard has put the state of ``step`` back on all ranks: what was saved of later ones is untrue."""
+        version = Version(step, self._p.roster.epoch)
+        self._p.snapshots.forget_after(version)
+        self._begin(step)
+        if version not in self._p.snapshots.full():
+            self._save(version, first=True)
 
     def failed(self, step: Step, error: Exception) -> bool:
         return False

@@ -191,7 +191,7 @@ class Loop:
         # In this order: a process killed in between leaves a second, equal line when the step is done again. The other
         # way round its successor would go on behind a step whose loss nobody has written.
         session.losses.write(step.index, epoch, session.readable(loss))
-        self._pacing.step()
+        self._pacing.step(self.done)
         self._save(self._live)
         session.beat.commit(self.done)
         if problem is not None:
@@ -308,6 +308,21 @@ class Loop:
         self._gated = needs_replica(self._pacing.every, self._replicated) and session.has_buddy
         waits = self._gated or (self._pacing.every > 0 and not self._replicated)
         session.groups.before_reduce = self._before_reduction if waits and not session.cuda else None
+
+    def rewind(self, step: int) -> None:
+        """The guard has put the state of ``step`` back on all ranks: what was saved of later ones is untrue."""
+        session = self._s
+        version = Version(step, session.roster.epoch)
+        session.snapshots.forget_after(version)
+        session.losses.drop()
+        session.beat.epoch(session.roster.epoch, step)
+        self._live, self.done = version, step
+        session.state.touched = False
+        self._pacing.restart(step, session.roster.snapshot_every)
+        self._pacing.held = -1
+        self._gate.restart()
+        if version not in session.snapshots.full():
+            self._save(version)
 
     # ---------------------------------------------------------------- recovery
 

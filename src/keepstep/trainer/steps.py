@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from keepstep.model.facts import UserError
-from keepstep.trainer.exceptions import StepMisused
+from keepstep.trainer.exceptions import StepMisused, StepUndone
 
 TRACEBACK_LINES = 40
 
@@ -34,6 +34,26 @@ class Owner(Protocol):
         ...
 
 
+class Rewinding(Protocol):
+    """A loop that can be told which step to go on from."""
+
+    def run(self) -> Iterator[Step]: ...
+
+    def rewind(self, step: int) -> None:
+        """The state of ``step`` committed steps has been put back on all ranks."""
+        ...
+
+
+class Watcher(Protocol):
+    """Looks at the numbers of each step (``guard_torch``)."""
+
+    def begin(self, step: int) -> None: ...
+
+    def commit(self, step: int, loss: Any) -> None:
+        """Before the step counts. Raises ``StepUndone`` where an older state has been put back instead."""
+        ...
+
+
 class Step:
     """One step of training, from its first forward to its commit."""
 
@@ -42,6 +62,7 @@ class Step:
         """Number of this step, from 0; after a recovery the same number may come again."""
         self.committed = False
         self.entered = False
+        self.watcher: Watcher | None = None
         self._open = False
         self._owner = owner
 
@@ -52,6 +73,8 @@ class Step:
             )
         self.entered = self._open = True
         self._owner.begin(self)
+        if self.watcher is not None:
+            self.watcher.begin(self.index)
         return self
 
     def commit(self, loss: Any = None) -> None:
@@ -64,6 +87,8 @@ class Step:
             raise StepMisused(f"step {self.index}: commit() belongs inside `with step:`")
         if self.committed:
             raise StepMisused(f"step {self.index}: commit() was called twice")
+        if self.watcher is not None:
+            self.watcher.commit(self.index, loss)
         self._owner.commit(self, loss)
         self.committed = True
 
@@ -78,6 +103,8 @@ class Step:
                     f"step that you skip"
                 )
             return False
+        if isinstance(error, StepUndone):
+            return True
         return isinstance(error, Exception) and self._owner.failed(self, error)
 
 
@@ -85,13 +112,18 @@ class PlainLoop:
     """The same loop where nobody could replace a rank: it only counts."""
 
     def __init__(self, total: int, start: int) -> None:
-        self._total, self._start = total, start
+        self._total, self.done = total, start
 
     def run(self) -> Iterator[Step]:
-        for index in range(self._start, self._total):
-            step = Step(self, index)
+        while self.done < self._total:
+            step = Step(self, self.done)
+            self.done += 1
             yield step
             require_entered(step)
+
+    def rewind(self, step: int) -> None:
+        """The state of ``step`` committed steps has been put back."""
+        self.done = step
 
     def begin(self, step: Step) -> None:
         pass

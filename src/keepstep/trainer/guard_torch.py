@@ -1,0 +1,370 @@
+"""The guard at work in one process: takes readings, compares replicas, keeps a copy, goes back to it.
+
+All of it hangs on two calls per step, ``begin`` and ``commit``, and on hooks of the registered optimizers. What ranks
+decide upon is the same on all of them (sums and gathered rows), so they decide alike; whenever a new epoch begins,
+everything that a newcomer could not know is forgotten on all ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from msgspec import Struct
+from torch.optim import Optimizer
+
+from keepstep.trainer.exceptions import GroupsUnsupported, GuardStopped, StepUndone
+from keepstep.trainer.exchange_torch import everybody, gather
+from keepstep.trainer.fingerprint_torch import Compared, Hasher, compare
+from keepstep.trainer.guard import Guard, History, Order, Trouble, Windows
+from keepstep.trainer.kept_torch import Kept
+from keepstep.trainer.pieces_torch import Live
+from keepstep.trainer.provenance_torch import Trace
+from keepstep.trainer.readings_torch import Own, Readings, gradient_norms, over_all_ranks
+from keepstep.trainer.state_torch import State
+
+SKIPS_IN_A_ROW = 8
+"""Updates left out one after the other; beyond it the step counts as any other with numbers that are none."""
+SAMPLES = 16
+"""Sample numbers of a batch that are told."""
+NAMED_TENSORS = 4
+
+
+class Told(Struct, frozen=True, kw_only=True):
+    """What the guard says. ``what``: a ``Kind``, or what was done: ``rolled_back``, ``skipped``, ``gone``, ``kept``,
+    ``alone`` (there is nothing to compare with)."""
+
+    what: str
+    step: int
+    why: str
+    ranks: tuple[int, ...] = ()
+    tensor: str = ""
+    since: int | None = None
+    """The newest step that is known to be clean; what was saved after it is tainted."""
+
+
+class Guardian:
+    """One process's guard.
+
+    Args:
+        settings: as ``guard.settle`` gave them.
+        state: the registered objects; bound before the first step begins.
+        epoch: the present one; it changes when ranks have been replaced.
+        rewind: tells the loop which step it goes on from. All ranks call it at the same place.
+        tell: takes what is to be said, on rank 0 only.
+        quiet: ends copies of the state that are under way beside the training.
+        durable: whether a step is about to be saved durably; then replicas are compared before, so that no generation
+            is written that they do not agree on.
+    """
+
+    def __init__(
+        self,
+        settings: Guard,
+        state: State,
+        *,
+        rank: int,
+        epoch: Callable[[], int],
+        rewind: Callable[[int], None],
+        tell: Callable[[Told], None],
+        quiet: Callable[[], None] = lambda: None,
+        durable: Callable[[int], bool] = lambda step: False,
+    ) -> None:
+        self._settings, self._state, self._rank = settings, state, rank
+        self._epoch_now, self._rewind, self._say = epoch, rewind, tell
+        self._quiet, self._durable = quiet, durable
+        self._acts = settings.mode == "on"
+        self._hasher = Hasher()
+        self._kept = Kept(self._hasher)
+        self._ready = False
+        self._alone_told = self._kept_told = False
+        self._epoch, self._step = -1, -1
+        self._pending: Callable[[], list[Own]] | None = None
+        self._fresh = True
+        """The first step of an epoch: compared and kept, whatever its number."""
+        self._agreed: int | None = None
+        self._skips: set[int] = set()
+        self._row = 0
+        self._traced: dict[int, str] = {}
+        self._awaited: Trouble | None = None
+        self._sounding: set[str] = set()
+        self._batches: deque[tuple[int, dict[str, int]]] = deque(maxlen=2 * settings.every + 2)
+
+    # ---------------------------------------------------------------- the two calls
+
+    def begin(self, step: int) -> None:
+        if not self._ready:
+            self._prepare()
+        if (epoch := self._epoch_now()) != self._epoch:
+            self._start_anew(epoch)
+        self._step = step
+        self._readings.begin(step)
+        self._trace.begin()
+        self._batches.append((step, {name: item.position for name, item in self._data.items()}))
+
+    def commit(self, step: int, loss: Any) -> None:
+        done = step + 1
+        self._readings.commit(loss)
+        if self._trace.armed and (first := self._trace.first()):
+            self._traced[step] = first
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._judge(pending())
+        saved = self._durable(done)
+        compares = self._settings.compare_every > 0 and (
+            self._fresh or saved or done % self._settings.compare_every == 0
+        )
+        keeps = self._keeps and (self._fresh or done % self._settings.keep_every == 0)
+        rests = compares or keeps or saved
+        if rests or done % self._settings.every == 0:
+            # With a device at work the copy is read at the next commit; not where something is about to rest on it.
+            self._pending = self._readings.hand_over()
+            if rests or not self._on_device:
+                pending, self._pending = self._pending, None
+                self._judge(pending())
+        if compares:
+            self._compare(done)
+        if keeps:
+            self._keep(done)
+        self._fresh = False
+
+    # ---------------------------------------------------------------- beginnings
+
+    def _prepare(self) -> None:
+        """Everything is built and bound; once per process."""
+        names = {id(parameter): name[2:] for name, parameter in self._state.bound()}
+        try:
+            everybody(True)
+        except RuntimeError as error:
+            raise GroupsUnsupported(
+                "the default process group cannot sum numbers in host memory, which the guard needs: leave "
+                'init_process_group() to keepstep.init(), or give it backend="cpu:gloo,cuda:nccl"'
+            ) from error
+        self._names: Mapping[int, str] = names
+        self._readings = Readings(names, norms=self._settings.norms)
+        self._trace = Trace([(name[2:], parameter) for name, parameter in self._state.bound()])
+        others = self._state.others
+        self._data = {k: item for k, item in others.items() if hasattr(item, "indices") and hasattr(item, "position")}
+        self._on_device = any(parameter.device.type != "cpu" for _, parameter in self._state.bound())
+        g = self._settings
+        self._keeps = self._acts and g.keep_every > 0 and "rollback" in (g.nonfinite, g.spikes, g.replicas)
+        for optimizer in self._state.optimizers.values():
+            optimizer.register_step_pre_hook(self._before_update)
+        self._ready = True
+
+    def _start_anew(self, epoch: int) -> None:
+        """A newcomer knows nothing of what was; so nobody does."""
+        self._epoch = epoch
+        self._readings.forget()
+        self._windows, self._history = Windows(self._settings), History(self._settings)
+        self._pending = None
+        self._kept.forget()
+        self._skips.clear()
+        self._row = 0
+        self._traced.clear()
+        self._awaited = None
+        self._sounding.clear()
+        self._batches.clear()
+        self._trace.disarm()
+        self._agreed = None
+        self._fresh = True
+
+    # ---------------------------------------------------------------- before an update
+
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._step in self._skips:
+            _drop(optimizer)
+            return
+        self._readings.before_update(optimizer)
+        if self._acts and self._settings.skip and not self._update_is_finite(optimizer):
+            self._row += 1
+            if self._row <= SKIPS_IN_A_ROW:
+                self._skips.add(self._step)
+                _drop(optimizer)
+                self._tell("skipped", self._step, "gradients are not finite numbers; this update is left out")
+        elif self._settings.skip:
+            self._row = 0
+
+    def _update_is_finite(self, optimizer: Optimizer) -> bool:
+        """On all ranks: an update that only some of them make would part them for good. Waits for the device."""
+        norms = [norm for _, held in gradient_norms(optimizer, self._names) for norm in held]
+        return everybody(all(bool(torch.isfinite(norm)) for norm in norms))
+
+    # ---------------------------------------------------------------- losses and norms
+
+    def _judge(self, own: list[Own]) -> None:
+        kinds: set[str] = set()
+        for mine, reading in zip(own, over_all_ranks(own, replicated=self._state.replicated), strict=True):
+            if reading.step in self._skips:
+                continue
+            trouble = self._windows.judge(reading)
+            if trouble is None:
+                self._look_for_the_awaited(reading.step)
+                continue
+            if trouble.kind == "nonfinite":
+                trouble = self._locate(trouble, mine)
+            if trouble.kind not in kinds and trouble.kind not in self._sounding:
+                kinds.add(trouble.kind)
+                self._meet(trouble)
+            kinds.add(trouble.kind)
+        self._sounding = kinds  # a run whose every loss is NaN says so once, and again when it has recovered between
+
+    def _locate(self, trouble: Trouble, mine: Own) -> Trouble:
+        """Which ranks it began on, and with which parameter. Collective."""
+        bad_loss = mine.loss is not None and mine.loss - mine.loss != 0.0
+        traced = self._traced.get(trouble.step, "")
+        # Backward runs from the last parameter to the first; the last one that is bad is where it came in.
+        rows = gather([bad_loss, traced, mine.bad[-1] if mine.bad else "", self._samples(trouble.step)])
+        own_gradient = [rank for rank, (_, first, _, _) in enumerate(rows) if first]
+        losses = [rank for rank, (bad, _, _, _) in enumerate(rows) if bad]
+        shards = [] if self._state.replicated else [rank for rank, (_, _, last, _) in enumerate(rows) if last]
+        ranks = own_gradient or losses or shards
+        tensor = rows[ranks[0]][1] if own_gradient else next((last for _, _, last, _ in rows if last), "")
+        if len(ranks) == len(rows) > 1:
+            return trouble._replace(tensor=tensor, why=f"{trouble.why}; on all ranks alike")
+        batch = "".join(f"; rank {rank} had {rows[rank][3]}" for rank in ranks[:1] if rows[rank][3])
+        return trouble._replace(ranks=tuple(ranks), tensor=tensor, why=trouble.why + batch)
+
+    def _samples(self, step: int) -> str:
+        """Which samples this rank used in a step, as far as registered data can tell."""
+        positions = next((held for at, held in reversed(self._batches) if at == step), {})
+        said = []
+        for name, position in positions.items():
+            numbers = list(self._data[name].indices(position))
+            more = f" and {len(numbers) - SAMPLES} more" if len(numbers) > SAMPLES else ""
+            said.append(f"samples {', '.join(map(str, numbers[:SAMPLES]))}{more} of {name}")
+        return ", ".join(said)
+
+    def _look_for_the_awaited(self, step: int) -> None:
+        awaited = self._awaited
+        if awaited is not None and awaited.kind != "replicas" and step >= awaited.step:
+            self._gone(awaited, "the same step came out well when it was done again: a transient fault")
+
+    # ---------------------------------------------------------------- replicas
+
+    def _compare(self, done: int) -> None:
+        lives = self._compared()
+        found = compare(lives, self._hasher)
+        if found.vote.agreed:
+            self._agreed = done
+            if not found.vote.compared and not self._alone_told:
+                self._alone_told = True
+                self._tell("alone", done, "no rank holds what another one holds, so there is nothing to compare")
+            awaited = self._awaited
+            if awaited is not None and awaited.kind == "replicas" and done >= awaited.step:
+                self._gone(awaited, "the replicas agree again")
+            self._sounding.discard("replicas")
+            return
+        if "replicas" not in self._sounding:
+            trouble = describe(found, done)
+            self._meet(trouble)
+            self._sounding.add("replicas")
+
+    def _compared(self) -> list[Live]:
+        """What may have replicas: pieces of distributed tensors, and everything where ranks hold the same."""
+        return [one for one in self._state.shards() if self._state.replicated or one.mates is not None]
+
+    # ---------------------------------------------------------------- going back
+
+    def _keep(self, done: int) -> None:
+        if self._sounding:
+            return  # told and not acted upon: this is no state to go back to
+        self._state.settle_buckets()
+        self._kept.take(self._state, done)
+        if not self._kept_told:
+            self._kept_told = True
+            size = f"{self._kept.nbytes / 1e6:.1f} MB per rank"
+            self._tell("kept", done, f"a copy of the state is kept in memory to go back to ({size})")
+
+    def _meet(self, trouble: Trouble) -> None:
+        order = self._history.decide(trouble, kept=self._kept.step)
+        since = self._agreed if trouble.kind == "replicas" else None
+        why = f"{trouble.why}; {order.why}"
+        self._tell(trouble.kind, trouble.step, why, ranks=trouble.ranks, tensor=trouble.tensor, since=since)
+        if order.action == "stop":
+            raise GuardStopped(f"step {trouble.step}: {trouble.why}; {order.why}. {_way_out(trouble)}")
+        if order.action == "rollback":
+            self._go_back(trouble, order)
+
+    def _go_back(self, trouble: Trouble, order: Order) -> None:
+        self._quiet()
+        step = self._kept.put_back(self._state)
+        self._windows.forget_from(step)
+        self._readings.forget()
+        self._pending = None
+        self._traced.clear()
+        self._sounding.clear()
+        self._batches.clear()
+        self._awaited = None if order.skip else trouble
+        if order.skip:
+            self._skips.add(trouble.step)
+            self._trace.disarm()
+        elif trouble.kind == "nonfinite":
+            self._trace.arm()
+        for optimizer in self._state.optimizers.values():
+            optimizer.zero_grad()
+        self._rewind(step)
+        skipped = f"; the update of step {trouble.step} is left out" if order.skip else ""
+        self._tell("rolled_back", trouble.step, f"training goes on from step {step}{skipped}", since=step)
+        raise StepUndone(f"step {trouble.step} was undone; training goes on from step {step}")
+
+    def _gone(self, trouble: Trouble, why: str) -> None:
+        self._awaited = None
+        self._trace.disarm()
+        self._tell("gone", trouble.step, why, ranks=trouble.ranks, tensor=trouble.tensor)
+
+    def _tell(
+        self,
+        what: str,
+        step: int,
+        why: str,
+        *,
+        ranks: tuple[int, ...] = (),
+        tensor: str = "",
+        since: int | None = None,
+    ) -> None:
+        if self._rank == 0:
+            self._say(Told(what=what, step=step, why=why, ranks=ranks, tensor=tensor, since=since))
+
+
+def describe(found: Compared, done: int) -> Trouble:
+    """A comparison that failed, in words."""
+    said = found.vote
+    if said.odd:
+        first = found.odd[0]
+        bits = ", ".join(f"element {bit.element} bit {bit.bit}" for bit in first.bits)
+        count = f" ({first.changed} bits: {bits}{', ...' if first.changed > len(first.bits) else ''})" if bits else ""
+        names = ", ".join(first.tensors[:NAMED_TENSORS])
+        more = f" and {len(first.tensors) - NAMED_TENSORS} more" if len(first.tensors) > NAMED_TENSORS else ""
+        others = f"; so do ranks {', '.join(map(str, said.odd[1:]))}" if said.odd[1:] else ""
+        why = f"rank {first.rank} differs from the majority of its replicas in {names}{more}{count}{others}"
+        return Trouble("replicas", done, why, said.odd, first.tensors[0])
+    names = ", ".join(found.tensors[:NAMED_TENSORS]) or "what they hold"
+    ranks = ", ".join(map(str, said.tied[:8])) + (" ..." if len(said.tied) > 8 else "")
+    why = f"ranks {ranks} differ in {names} and there is no majority: one of them is wrong, which one nobody can tell"
+    return Trouble("replicas", done, why, (), found.tensors[0] if found.tensors else "")
+
+
+def _way_out(trouble: Trouble) -> str:
+    if trouble.kind == "replicas" and trouble.ranks:
+        return f"Take the machine of rank {trouble.ranks[0]} out, then start again from a durable checkpoint"
+    if trouble.kind == "replicas":
+        return "Are parameters equal on all ranks? If they need not be, say so: ks.register(replicated=False, ...)"
+    return "Look at the batch and at the code of that step; keepstep.Guard(...) says what is done about it"
+
+
+def _drop(optimizer: Optimizer) -> None:
+    """Leave this update out: an optimizer does nothing at all for a parameter without gradient."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def printed(told: Told) -> None:
+    """One line at the terminal."""
+    who = f", rank {', '.join(map(str, told.ranks[:8]))}" if told.ranks else ""
+    where = f", {told.tensor}" if told.tensor and told.tensor not in told.why else ""
+    what = told.what.replace("_", " ")
+    print(f"keepstep: guard: step {told.step}{who}{where}: {what}: {told.why}", file=sys.stderr, flush=True)
