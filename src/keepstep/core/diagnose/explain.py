@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from keepstep.core.diagnose.decide import decide
+from keepstep.core.diagnose.observe import observe
 from keepstep.core.diagnose.result import Diagnosis
 
 
@@ -12,13 +14,4 @@ def explain(lines: Iterable[bytes]) -> Diagnosis:
 
     Any bytes are a legal log, and the cuts between pieces may fall anywhere.
     """
-    for _ in lines:
-        pass
-    return Diagnosis(
-        category="unknown",
-        root_cause="unknown: no line of this log names a cause",
-        summary="The cause is not in this log.",
-        transient=None,
-        action="investigate",
-        confidence=0.0,
-    )
+    return decide(observe(lines))

@@ -1,0 +1,236 @@
+"""Reading the log into findings: which rules matched, where, when, and what else was said."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from keepstep.core.diagnose import places as where
+from keepstep.core.diagnose.prefix import Line, clean, read
+from keepstep.core.diagnose.rule import Rule, compiled
+from keepstep.core.diagnose.rules import GENERIC, SCANNED, candidates
+from keepstep.core.diagnose.scan import Raw, Scanner, shape
+from keepstep.core.diagnose.stacks import Frame, Stacks, mentioned, own
+from keepstep.core.diagnose.xid import coded_rule
+
+FINDINGS_PER_RULE = 400
+"""Kept in full; further ones are counted."""
+TAGS_KEPT = 50
+TEXT_KEPT = 400
+"""Characters of an evidence line."""
+RECORD_KEPT = 4_000
+"""Characters of a line that are looked at."""
+BORED_AFTER = 1_000
+"""Lines of one shape without any finding, after which the shape is passed over."""
+TIMEOUTS_KEPT = 200_000
+_HARD_BENIGN = frozenset(
+    {"ecc_corrected", "host_memory_ce", "loss_scale_step", "row_remap_clean", "kernel_noise", "pcie_bandwidth_note"}
+)
+"""Harmless kinds that unsay whatever else a line seems to say."""
+_SOFT = frozenset({"symptom", "cascade", "teardown"})
+_WORK = re.compile(
+    r"SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)(?:, NumelIn=(?P<in>\d+))?(?:, NumelOut=(?P<out>\d+))?", re.IGNORECASE
+)
+_GROUPS = {
+    "count2": "count",
+    "count3": "count",
+    "count4": "count",
+    "node2": "node",
+    "node3": "node",
+    "node4": "node",
+    "link2": "link",
+    "link3": "link",
+    "thing2": "thing",
+    "thing3": "thing",
+    "file2": "file",
+    "rank2": "rank",
+}
+
+
+class Finding(Struct, kw_only=True):
+    """One line that one rule matched.
+
+    Attributes:
+        fields: what the rule's groups caught.
+        frame: innermost place in the user's code, when a stack belongs to the line.
+        after_stop: whether the process had been told to stop before.
+    """
+
+    rule: Rule
+    number: int
+    text: str
+    node: str = ""
+    rank: int | None = None
+    gpu: str = ""
+    time: float | None = None
+    fields: dict[str, str] = {}
+    frame: Frame | None = None
+    chained: bool = False
+
+
+class Work(Struct, frozen=True):
+    """A collective that timed out."""
+
+    seq: int
+    op: str
+    size: str
+
+
+class Log:
+    """Everything that was understood of a log."""
+
+    def __init__(self) -> None:
+        self.findings: dict[str, list[Finding]] = {}
+        self.counts: Counter[str] = Counter()
+        self.tags: dict[str, list[Finding]] = {}
+        self.places = where.Places()
+        self.works: dict[int, Work] = {}
+        self.first_stop: int | None = None
+        self.frames: list[tuple[int, Frame]] = []
+        self.tail: list[Line] = []
+        self.lines = 0
+        self.bytes = 0
+        self._stacks = Stacks()
+        self._chained: set[str] = set()
+
+    def has(self, tag: str) -> bool:
+        return tag in self.tags
+
+    def take(self, line: Line, rules: tuple[Rule, ...]) -> bool:
+        """Learn from one line; whether it mattered."""
+        self.places.learn(line)
+        self.tail.append(line)
+        del self.tail[:-20]
+        frames = self._stacks.take(line.stream, line.message)
+        frame = own(frames) if frames else mentioned(line.text)
+        if frame is not None and len(self.frames) < TAGS_KEPT:
+            self.frames.append((line.number, frame))
+        matched = _matched(line, rules)
+        if frames and not any(rule.role in ("initiating", "symptom", "cascade", "teardown") for rule, _ in matched):
+            matched.append((_GENERIC_RULE, {"thing": line.message.split(":")[0][:80]}))
+        if "exception" in line.message and ("above exception" in line.message):
+            self._chained.add(line.stream)
+        for rule, fields in matched:
+            self._note(line, rule, fields, frame, bool(frames) and line.stream in self._chained)
+        if found := _WORK.search(line.text):
+            self._work(line, found)
+        return bool(matched) or bool(frames)
+
+    def _note(self, line: Line, rule: Rule, fields: dict[str, str], frame: Frame | None, chained: bool) -> None:
+        finding = _finding(line, rule, fields, frame)
+        finding.chained = chained
+        if rule.role == "context":
+            kept = self.tags.setdefault(rule.id, [])
+            if len(kept) < TAGS_KEPT:
+                kept.append(finding)
+            return
+        self.counts[rule.id] += 1
+        if rule.role == "teardown" and self.first_stop is None:
+            self.first_stop = line.number
+        kept = self.findings.setdefault(rule.id, [])
+        if len(kept) < FINDINGS_PER_RULE:
+            kept.append(finding)
+
+    def _work(self, line: Line, found: re.Match[str]) -> None:
+        mentioned = where.ranks(line.text)
+        rank = line.rank if line.rank is not None else (mentioned[0] if mentioned else None)
+        if rank is not None and rank not in self.works and len(self.works) < TIMEOUTS_KEPT:
+            self.works[rank] = Work(int(found["seq"]), found["op"].upper(), f"{found['in']}/{found['out']}")
+
+
+_GENERIC_RULE = next(rule for rule in candidates(b"exception error failure") if rule.id == GENERIC)
+
+
+def _matched(line: Line, rules: tuple[Rule, ...]) -> list[tuple[Rule, dict[str, str]]]:
+    """Rules that match, without those that a better one on the same line makes void."""
+    text = line.text
+    found: list[tuple[Rule, dict[str, str]]] = []
+    if "xid" in text.lower() and (coded := coded_rule(text)):
+        found.append((coded[0], {"gpu": coded[1]} if coded[1] else {}))
+        rules = tuple(rule for rule in rules if rule.role == "context")
+    for rule in rules:
+        match = compiled(rule).search(line.message if rule.id == GENERIC else text)
+        if match:
+            fields = {_GROUPS.get(k, k): v for k, v in match.groupdict().items() if v}
+            found.append((rule, fields))
+    roles = {rule.role for rule, _ in found}
+    if "benign" in roles:
+        hard = any(rule.id in _HARD_BENIGN for rule, _ in found)
+        found = [
+            (r, f)
+            for r, f in found
+            if r.role in ("benign", "context") or not (hard or r.role in _SOFT or r.id == GENERIC)
+        ]
+    specific = [r for r, _ in found if r.role in ("initiating", "symptom", "cascade", "teardown") and r.id != GENERIC]
+    if specific:
+        found = [(r, f) for r, f in found if r.id != GENERIC]
+    if any(r.role == "initiating" for r in specific):
+        found = [(r, f) for r, f in found if r.role not in ("cascade", "teardown")]
+    elif any(r.role == "symptom" for r in specific):
+        found = [(r, f) for r, f in found if r.role != "cascade" or r.family == "timeout"]
+    return found
+
+
+def _finding(line: Line, rule: Rule, fields: dict[str, str], frame: Frame | None) -> Finding:
+    named = where.hosts(line.text)
+    node = fields.get("node") or line.node or (named[0] if named else "")
+    mentioned = where.ranks(line.text)
+    rank = line.rank if line.rank is not None else (mentioned[0] if mentioned else None)
+    if fields.get("rank", "").isdigit():
+        rank = int(fields["rank"])
+    text = (
+        line.text
+        if len(line.text) <= TEXT_KEPT
+        else f"{line.text[: TEXT_KEPT // 2]} ... {line.text[-TEXT_KEPT // 2 :]}"
+    )
+    return Finding(
+        rule=rule,
+        number=line.number,
+        text=text.strip(),
+        node=node,
+        rank=rank,
+        gpu=fields.get("gpu") or where.gpu(line.text) or line.gpu,
+        time=line.time,
+        fields=fields,
+        frame=frame,
+    )
+
+
+def observe(pieces: Iterable[bytes]) -> Log:
+    log = Log()
+    scanner = Scanner(SCANNED)
+    known: dict[bytes, tuple[Rule, ...]] = {}
+    bored: Counter[bytes] = Counter()
+
+    def take(raw: Raw) -> None:
+        segments = raw.data.split(b"\r") if b"\r" in raw.data else [raw.data]
+        kind = shape(raw.data)
+        mattered = False
+        for segment in segments[-8:]:
+            text = clean(segment)
+            if len(text) > RECORD_KEPT:
+                text = text[: RECORD_KEPT * 3 // 4] + " ... " + text[-RECORD_KEPT // 4 :]
+            if not text.strip():
+                continue
+            own_kind = kind if len(segments) == 1 else shape(segment)
+            rules = known.get(own_kind)
+            if rules is None:
+                rules = candidates(own_kind)
+                if len(known) < 20_000:
+                    known[own_kind] = rules
+            mattered = log.take(read(raw.number, text), rules) or mattered
+        if not mattered:
+            bored[kind] += 1
+            if bored[kind] >= BORED_AFTER:
+                scanner.pass_over(kind)
+
+    for piece in pieces:
+        for raw in scanner.feed(piece):
+            take(raw)
+    for raw in scanner.finish():
+        take(raw)
+    log.lines, log.bytes = scanner.lines, scanner.bytes
+    return log

@@ -1,0 +1,92 @@
+"""Which node, GPU and rank a line speaks about, and which rank lives where."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from keepstep.core.diagnose.prefix import Line, is_host
+
+RANKS_TRACKED = 200_000
+NODES_TRACKED = 50_000
+
+_HOST = re.compile(
+    r"(?<![\w./-])((?:node|host|gpu|dgx|hgx|compute|trn|nid|cn|vm|server|worker|trainer|gn|hpc|a100|h100|h200|b200|mi300|rack\d*)"
+    r"(?:-?[a-z][a-z0-9]*)*-?\d+(?:-\d+)*|ip-\d+-\d+-\d+-\d+|[a-z]{2,12}(?:-[a-z0-9]{1,12}){0,3}-\d{2,5})(?![\w/])(?!\.\w)",
+    re.IGNORECASE,
+)
+_NODE_RANGE = re.compile(
+    r"([a-z][a-z-]*)(\d+)\.\.(?:\1)?(\d+)|([a-z][\w-]*)\[(\d+)-(\d+)[,\d-]*\]|nodes (\d+)-(\d+)", re.IGNORECASE
+)
+_NOT_A_NODE = re.compile(
+    r"(?:rank|step|epoch|gpu|shard|utf|cuda|sha|ext|port|stage|layer|attempt|version|leaf|spine|switch|tor|sw|pcie|fp|bf|int|iso|"
+    r"mlx|errno|worker|trainer|mi|raid|dgx-a|web|tok|part|batch|sample|model|llama|qwen|gpt|bert|python|torch|nccl|http|signal|pid|h|a|b)"
+    r"[-_]?\d{0,6}$|.*\b(?:shard|web|tok|leaf|spine|switch|tor|qwen|llama|gpt|model|ckpt|step|iter|run|job|epoch|version)[-_]",
+    re.IGNORECASE,
+)
+_RANK = re.compile(r"\brank[ =:#_]{0,2}\[?(\d{1,6})\b", re.IGNORECASE)
+_PCI = re.compile(r"\b([0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2})(?:\.\d)?\b", re.IGNORECASE)
+_GPU = re.compile(r"\bGPU[ #:=]?\[?(\d{1,2})\b(?!\s*(?:GPUs?|of|total|GiB|MiB|GB|C\b|%))", re.IGNORECASE)
+_PEER = re.compile(r"\[?(\d{1,3}(?:\.\d{1,3}){3})\]?")
+_INIT = re.compile(r"\brank (\d+) nranks (\d+)(?: cudaDev (\d+))?", re.IGNORECASE)
+
+
+def hosts(text: str) -> list[str]:
+    """Names of machines in the text, in order."""
+    found = [one for one in _HOST.findall(text) if is_host(one) and not _NOT_A_NODE.match(one)]
+    return list(dict.fromkeys(found))
+
+
+def ranks(text: str) -> list[int]:
+    return [int(one) for one in _RANK.findall(text)]
+
+
+def is_node_range(text: str) -> bool:
+    """Whether the text names many nodes at once: ``node-000..node-031``, ``gpu[001-064]``, ``nodes 112-127``."""
+    return bool(_NODE_RANGE.search(text))
+
+
+def gpu(text: str) -> str:
+    """PCI address or index of the GPU in the text."""
+    if found := _PCI.search(text):
+        return found[1].lower()
+    found = _GPU.search(text)
+    return found[1] if found else ""
+
+
+def address(text: str) -> str:
+    found = _PEER.search(text)
+    return found[1] if found else ""
+
+
+class Places:
+    """Learns from every line read which rank runs on which node."""
+
+    def __init__(self) -> None:
+        self.node_of: dict[int, str] = {}
+        self.gpu_of: dict[int, str] = {}
+        self.nodes: Counter[str] = Counter()
+        self.ranks: set[int] = set()
+        self.world = 0
+
+    def learn(self, line: Line) -> None:
+        named = hosts(line.text) if len(line.text) < 2000 else []
+        for one in dict.fromkeys([line.node, *named]):
+            if one and (one in self.nodes or len(self.nodes) < NODES_TRACKED):
+                self.nodes[one] += 1
+        if line.rank is not None and len(self.ranks) < RANKS_TRACKED:
+            self.ranks.add(line.rank)
+        if found := _INIT.search(line.text):
+            self.world = max(self.world, int(found[2]))
+            if line.node:
+                self._place(int(found[1]), line.node, found[3] or "")
+        elif line.rank is not None and line.node:
+            self._place(line.rank, line.node, "")
+        elif len(named) == 1 and len(mentioned := ranks(line.text)) == 1:
+            self._place(mentioned[0], named[0], gpu(line.text))
+
+    def _place(self, rank: int, node: str, gpu: str) -> None:
+        if rank in self.node_of or len(self.node_of) < RANKS_TRACKED:
+            self.node_of[rank] = node
+            if gpu:
+                self.gpu_of[rank] = gpu

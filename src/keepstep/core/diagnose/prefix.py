@@ -1,0 +1,225 @@
+"""What stands before the message: time, node, rank, the program that speaks.
+
+Launchers, schedulers, collectors and loggers each put their own label in front, in any order and number; the labels
+are taken off one by one until none is known.
+"""
+
+from __future__ import annotations
+
+import calendar
+import re
+
+from msgspec import Struct
+
+LABELS = 8
+"""Taken off one line at most."""
+LONGEST_NODE = 64
+_MONTHS = {
+    m: i + 1 for i, m in enumerate(["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"])
+}
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f]")
+
+_ISO = re.compile(
+    r"\W{0,2}(\d{4})[-/](\d\d)[-/](\d\d)[T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?"
+    r"\s*(Z|UTC|[+-]\d\d:?\d\d)?[\]>)|]?:?[\s-]*"
+)
+_SYSLOG = re.compile(
+    r"\[?(?:[A-Z][a-z]{2} )?([A-Z][a-z]{2}) +(\d{1,2}) (\d\d):(\d\d):(\d\d)(?:[.,](\d+))?(?: (\d{4}))?\]?:?\s+"
+)
+_GLOG = re.compile(r"\[?([IWEF])(\d\d)(\d\d) (\d\d):(\d\d):(\d\d)\.(\d+)\s+(?:\d+ )?(?=\S+:\d+\])")
+_CLOCK = re.compile(r"\[?(\d\d):(\d\d):(\d\d)(?:[.,](\d+))?Z?\]?:?\s+")
+_KERNEL = re.compile(r"(?:<\d+>)?\[\s*(\d+)\.(\d+)\](?:\[\s*[TC]\d+\])?\s*")
+_EPOCH = re.compile(r"\[?(1[5-9]\d{8})(?:\.(\d+))?\]?:?\s+")
+
+_RANK = re.compile(r"\[?\(?(?:global_?)?[rR]ank[ _:=]?(\d{1,6})\)?\]?(?=[:\s\]|]|$):? ?")
+_DEFAULT = re.compile(r"\[(?:default|trainer|worker|\w{0,20}trainer)(\d{1,3})\]: ?")
+_SLURM = re.compile(r"\s{0,5}(\d{1,6}): (?=\S)")
+_KEEPSTEP = re.compile(r"([A-Za-z0-9][\w.-]{0,63}):r(\d{1,6})\s")
+_POD = re.compile(r"\[pod/([\w.-]{1,80})/[\w.-]+\]\s*")
+_NCCL = re.compile(
+    r"([A-Za-z0-9][\w.-]{0,63}):(\d+):(\d+) (?:\[(\d+)\] )?(?=NCCL|TRACE|\S* ?NET/|RCCL|ncclsysfs|transport|misc/)"
+)
+_SPEAKER = re.compile(
+    r"([A-Za-z0-9][\w.-]{0,63})[: ]\s*(?=(?:kernel|systemd|nvidia\S*|dcgm\S*|slurm\w*|NCCL|sshd|kubelet|"
+    r"containerd|dockerd|nv-hostengine|nv-fabricmanager|BMC|bmc|ipmi\S*|redfish|smartd|mcelog|rasdaemon|amdgpu|chronyd|dmesg|journal)\b)"
+)
+_PROGRAM = re.compile(r"(?:kernel|[\w./-]{2,40}\[\d+\]):\s*")
+_LEVEL = re.compile(r"\W{0,2}(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL|debug|info|warn(?:ing)?|error)\b\W{0,3}")
+_HOSTISH = re.compile(
+    r"\(?((?:node|host|gpu|worker|dgx|hgx|compute|trn|nid|cn|vm|server|trainer|ip|pod|rack|gn|hpc|ml|a100|h100|h200|b200|mi300)"
+    r"[\w.-]{0,60}?\d[\w.-]{0,40})\)?(?=[:\s(,]|$)",
+    re.IGNORECASE,
+)
+_NOT_HOST = re.compile(
+    r"(?:gpu|ip|ml|worker|pod|vm|rack)[-_ ]?\d{1,2}$|.*\.(?:py|cc|cpp|cu|so|log|sh)$|.*[.:]$", re.IGNORECASE
+)
+_GENERIC_HOSTS = frozenset(
+    {
+        "localhost",
+        "host",
+        "kernel",
+        "systemd",
+        "slurmstepd",
+        "slurmctld",
+        "slurmd",
+        "srun",
+        "dmesg",
+        "unknown",
+        "error",
+        "warning",
+        "info",
+        "node",
+        "root",
+        "the",
+    }
+)
+
+
+class Line(Struct, frozen=True, kw_only=True):
+    """A line with its labels read.
+
+    Attributes:
+        text: the whole line, without colours and control characters.
+        message: the line without its labels.
+        stream: labels of the process that wrote it, so that stacks of many processes can be told apart.
+        time: seconds since 1970; only seconds of the day when ``dated`` is false; kernel uptime is no time.
+        local: index of the process on its node, where that is all a label tells.
+    """
+
+    number: int
+    text: str
+    message: str
+    stream: str = ""
+    node: str = ""
+    rank: int | None = None
+    local: int | None = None
+    gpu: str = ""
+    time: float | None = None
+    dated: bool = False
+    zoned: bool = False
+
+
+def clean(data: bytes) -> str:
+    text = data.decode("utf-8", "replace")
+    return _ANSI.sub("", text) if not text.isprintable() else text
+
+
+def host(text: str) -> str:
+    """The host name at the beginning of ``text``, if a word there looks like one; else nothing."""
+    found = _HOSTISH.match(text)
+    return found[1] if found and is_host(found[1]) else ""
+
+
+def is_host(name: str) -> bool:
+    return (
+        bool(name)
+        and not _NOT_HOST.match(name)
+        and not name.endswith(("Error", "Exception"))
+        and name.lower() not in _GENERIC_HOSTS
+        and not name.isdigit()
+    )
+
+
+class _Labels:
+    def __init__(self) -> None:
+        self.node = ""
+        self.rank: int | None = None
+        self.local: int | None = None
+        self.gpu = ""
+        self.time: float | None = None
+        self.dated = False
+        self.zoned = False
+
+
+def read(number: int, text: str) -> Line:
+    """Take the labels off one line (without its newline)."""
+    seen = _Labels()
+    at = 0
+    stream: list[str] = []
+    for _ in range(LABELS):
+        end = _time(seen, text, at) or _who(seen, text, at, stream)
+        if not end or end <= at:
+            break
+        at = end
+    if not seen.node:
+        seen.node = host(text[at:].lstrip("( "))
+    return Line(
+        number=number,
+        text=text,
+        message=text[at:] if at < len(text) else "",
+        stream="|".join(stream),
+        node=seen.node,
+        rank=seen.rank,
+        local=seen.local,
+        gpu=seen.gpu,
+        time=seen.time,
+        dated=seen.dated,
+        zoned=seen.zoned,
+    )
+
+
+def _who(seen: _Labels, text: str, at: int, stream: list[str]) -> int:
+    """Position after a label of node, rank or program at ``at``; 0 when there is none."""
+    if found := _KEEPSTEP.match(text, at):
+        seen.node, seen.rank = found[1], int(found[2])
+    elif found := _RANK.match(text, at):
+        seen.rank = int(found[1])
+    elif found := _DEFAULT.match(text, at):
+        seen.local = int(found[1])
+    elif found := _POD.match(text, at):
+        seen.node = found[1]
+    elif found := _NCCL.match(text, at):
+        seen.node = found[1]
+        seen.gpu = found[4] or seen.gpu
+    elif not seen.node and (found := _SPEAKER.match(text, at)) and is_host(found[1]):
+        seen.node = found[1]
+    elif not seen.node and seen.rank is None and (found := _SLURM.match(text, at)):
+        seen.rank = int(found[1])
+    elif (found := _PROGRAM.match(text, at)) or (found := _LEVEL.match(text, at)):
+        return found.end()
+    else:
+        return 0
+    stream.append(found[0].strip())
+    return found.end()
+
+
+def _time(seen: _Labels, text: str, at: int) -> int:
+    """Position after a time at ``at``; 0 when there is none."""
+    if found := _ISO.match(text, at):
+        y, mo, d, h, m, s, fraction, zone = found.groups()
+        _set(seen, int(y), int(mo), int(d), (h, m, s, fraction), zone)
+    elif found := _SYSLOG.match(text, at):
+        month = _MONTHS.get(found[1].lower())
+        if month is None:
+            return 0
+        year = int(found[7]) if found[7] else 2000
+        _set(seen, year, month, int(found[2]), (found[3], found[4], found[5], found[6]), None)
+    elif found := _GLOG.match(text, at):
+        _set(seen, 2000, int(found[2]), int(found[3]), (found[4], found[5], found[6], found[7]), None)
+    elif found := _EPOCH.match(text, at):
+        seen.time, seen.dated, seen.zoned = float(f"{found[1]}.{found[2] or 0}"), True, True
+    elif found := _KERNEL.match(text, at):
+        pass
+    elif found := _CLOCK.match(text, at):
+        if seen.time is None:
+            seen.time = int(found[1]) * 3600 + int(found[2]) * 60 + int(found[3]) + float(f"0.{found[4] or 0}")
+    else:
+        return 0
+    return found.end()
+
+
+def _set(
+    seen: _Labels, year: int, month: int, day: int, clock: tuple[str, str, str, str | None], zone: str | None
+) -> None:
+    """Years that a format leaves out are taken as 2000: only differences are used."""
+    if seen.dated and year == 2000:
+        return
+    hours, minutes, seconds = (int(part) for part in clock[:3])
+    if not (
+        1 <= month <= 12 and 1 <= day <= 31 and hours < 24 and minutes < 60 and seconds < 62 and 1970 <= year < 2200
+    ):
+        return
+    at = calendar.timegm((year, month, day, hours, minutes, seconds)) + float(f"0.{clock[3] or 0}")
+    if zone and zone[0] in "+-":
+        at -= (1 if zone[0] == "+" else -1) * (int(zone[1:3]) * 3600 + int(zone[-2:]) * 60)
+    seen.time, seen.dated, seen.zoned = at, year != 2000, zone is not None

@@ -1,0 +1,384 @@
+"""Second thoughts: what a fault means in the light of the other lines.
+
+The same line can be a broken machine, a broken program or a passing cloud. Each family of rules has one function here,
+which looks at how far the fault reached, whether it came again, and whether it went away. When a line speaks equally
+for machine and user, nobody is evicted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from keepstep.core.diagnose import places as where
+from keepstep.core.diagnose.observe import Finding, Log
+from keepstep.core.diagnose.result import Action, Category
+
+MANY_FLAPS = 3
+"""Times a link may go down before its cable is blamed."""
+SHARED_NODES = 3
+"""Nodes with the same storage fault, from which on the storage is to blame and not the nodes."""
+_RUN = re.compile(r"\brun [A-Z]:? ([\w.+-]+)", re.IGNORECASE)
+_OTHERS_MEMORY = re.compile(r"Process \d+ has ([\d.]+) GiB memory in use.*this process has ([\d.]+) GiB", re.IGNORECASE)
+_OWN_PROGRAM = re.compile(r"python|pt_|torch|train|ray", re.IGNORECASE)
+
+
+class Cause(Struct, frozen=True, kw_only=True):
+    """A candidate: all findings of one root cause, and what is thought of them."""
+
+    id: str
+    category: Category
+    action: Action
+    transient: bool | None
+    says: str
+    weight: float
+    findings: tuple[Finding, ...]
+    why: str = ""
+
+    @property
+    def nodes(self) -> set[str]:
+        return {one.node for one in self.findings if one.node}
+
+
+def refine(cause: Cause, log: Log) -> Cause:
+    family = next((one.rule.family for one in cause.findings if one.rule.family), "")
+    think = _FAMILIES.get(family)
+    return think(cause, log) if think else cause
+
+
+def _machine(cause: Cause, weight: float, why: str, action: Action = "replace_node") -> Cause:
+    return replace(cause, category="infrastructure", action=action, transient=False, weight=weight, why=why)
+
+
+def _users(cause: Cause, weight: float, why: str) -> Cause:
+    return replace(cause, category="user_code", action="stop_and_notify_user", transient=False, weight=weight, why=why)
+
+
+def _passing(cause: Cause, id: str, action: Action, weight: float, why: str) -> Cause:
+    return replace(cause, id=id, category="transient", action=action, transient=True, weight=weight, why=why)
+
+
+def _spread(cause: Cause, log: Log) -> bool:
+    """Whether the fault is the same on many machines."""
+    ranked = {one.rank for one in cause.findings if one.rank is not None}
+    everywhere = log.has("everywhere") and not log.has("only_here")
+    wide = any(where.is_node_range(one.text) for one in cause.findings)
+    return everywhere or wide or len(cause.nodes) >= SHARED_NODES or len(ranked) > 8 + len(log.places.ranks) // 2
+
+
+def _scope(cause: Cause, log: Log) -> Cause:
+    """A missing or wrong thing: of the image or settings when it is so everywhere, of the machine when only there."""
+    if log.has("only_here") and not _spread(cause, log):
+        return _machine(cause, cause.weight + 0.05, "only one machine is affected")
+    if _spread(cause, log):
+        if cause.category == "infrastructure" and cause.id not in ("name_resolution", "storage_read_only"):
+            return _users(cause, cause.weight, "it is the same everywhere, so it is not one machine")
+        return replace(cause, weight=cause.weight + 0.05, why="it is the same everywhere")
+    if cause.category == "infrastructure" and cause.id in (
+        "name_resolution",
+        "clock_skew",
+        "container_runtime",
+        "storage_read_only",
+    ):
+        return replace(cause, action="replace_node" if cause.nodes else "investigate")
+    return cause
+
+
+def _scope_one(cause: Cause, log: Log) -> Cause:
+    if log.has("only_here"):
+        return replace(cause, weight=cause.weight + 0.08, why="its peers are well")
+    return replace(cause, action="isolate_and_verify") if _spread(cause, log) else cause
+
+
+def _scope_io(cause: Cause, log: Log) -> Cause:
+    """I/O errors: of a drive when a node's own, of the store when everywhere."""
+    if log.has("recovered") and not log.has("again"):
+        return _passing(cause, "storage_io_glitch", "retry_with_backoff", cause.weight, "a retry succeeded")
+    if _spread(cause, log):
+        return replace(
+            cause, action="retry_with_backoff", transient=True, why="all machines see it, so it is the storage"
+        )
+    return cause if cause.nodes else replace(cause, action="retry_with_backoff", transient=None)
+
+
+def _link(cause: Cause, log: Log) -> Cause:
+    downs = max(log.counts["link_down"], _count(log, "many_times"))
+    bad_cable = "cable_fault" in log.findings or "nic_failure" in log.findings
+    often = downs > MANY_FLAPS and not log.has("first_time")
+    if bad_cable or often or _count(log, "many_times") > MANY_FLAPS:
+        return _machine(
+            replace(cause, id="link_flap_repeating"),
+            0.87,
+            f"it went down {downs} times" if downs > 1 else "its cable is bad",
+        )
+    if log.has("link_up") or log.has("recovered") or log.has("first_time"):
+        return _passing(cause, "link_flap_single", "restart_in_place", 0.76, "it came back, and did not go down again")
+    return _machine(cause, 0.8, "it did not come back")
+
+
+def _cable(cause: Cause, log: Log) -> Cause:
+    return replace(cause, id="link_flap_repeating" if "link_down" in log.findings else cause.id)
+
+
+def _count(log: Log, tag: str) -> int:
+    counts = [int(one.fields["count"]) for one in log.tags.get(tag, ()) if one.fields.get("count", "").isdigit()]
+    return max(counts, default=0)
+
+
+def _fabric(cause: Cause, log: Log) -> Cause:
+    if log.has("only_here") or log.has("many_times"):
+        return replace(cause, weight=cause.weight + 0.2, why="only this machine reports it")
+    return replace(cause, action="restart_in_place", transient=None)
+
+
+def _storage(cause: Cause, log: Log) -> Cause:
+    """One client, or the server of all."""
+    back = log.has("storage_back") or log.has("recovered")
+    if _spread_of_storage(cause, log):
+        if back:
+            return _passing(cause, "shared_fs_stall", "no_action", 0.82, "all machines waited, and it came back")
+        return replace(
+            cause,
+            id="shared_fs_down",
+            action="retry_with_backoff",
+            transient=True,
+            weight=0.8,
+            why="all machines wait, so it is the server",
+        )
+    if back and not log.has("only_here"):
+        return _passing(cause, "storage_stall", "no_action", cause.weight, "it came back")
+    if "storage_mount_hang" in log.findings and cause.id == "host_hung_task":
+        return replace(cause, id="storage_mount_hang", weight=0.7)
+    if not cause.nodes:
+        return replace(cause, action="retry_with_backoff", transient=True)
+    return replace(cause, action="replace_node", transient=True, why="only this machine is affected")
+
+
+def _spread_of_storage(cause: Cause, log: Log) -> bool:
+    wide = any(where.is_node_range(one.text) for one in cause.findings)
+    return wide or len(cause.nodes) >= SHARED_NODES or (not cause.nodes and log.has("everywhere"))
+
+
+def _nan(cause: Cause, log: Log) -> Cause:
+    """Numbers run away because of one machine, one sample, or the recipe."""
+    runs = _runs(log)
+    if len(runs) > 1 and len(set(runs)) > 1:
+        return replace(cause, weight=0.5)  # silent_data_corruption says it better.
+    sample = "bad_sample" in log.findings or "token_id_out_of_range" in log.findings or "corrupt_shard" in log.findings
+    if sample:
+        known = {"category": "data", "action": "rollback_checkpoint_and_skip_data", "transient": False}
+        return replace(
+            cause, id="nan_from_bad_sample", weight=0.84, why="it comes with one sample of the data", **known
+        )
+    if log.has("recovered") and not log.has("again") and cause.id == "loss_divergence":
+        spared = {"category": "none", "action": "no_action", "transient": True}
+        return replace(cause, id="loss_spike_recovered", weight=0.72, why="the loss came back by itself", **spared)
+    if log.has("recent_change") or log.has("bad_hyperparameters"):
+        return replace(cause, weight=cause.weight + 0.1, why="the recipe had been changed")
+    if log.has("again") and log.has("elsewhere_too"):
+        return replace(cause, weight=cause.weight + 0.05, why="other machines fail at the same place")
+    return cause
+
+
+def _runs(log: Log) -> list[str]:
+    values: list[str] = []
+    for one in log.findings.get("silent_data_corruption", ()):
+        values += [value.lower() for value in _RUN.findall(one.text)]
+    return values
+
+
+def _sdc(cause: Cause, log: Log) -> Cause:
+    runs = _runs(log)
+    if len(runs) > 1 and len(set(runs)) == 1:
+        return replace(cause, weight=0.1, why="repeated runs agree")
+    if log.has("elsewhere_too") and log.has("again"):
+        return replace(
+            cause, weight=0.4, category="user_code", action="stop_and_notify_user", why="other machines give the same"
+        )
+    return cause
+
+
+def _gpu_memory(cause: Cause, log: Log) -> Cause:
+    if log.has("stale_process"):
+        return _passing(
+            cause, "gpu_memory_held_by_stale_process", "restart_in_place", 0.8, "an older process holds the memory"
+        )
+    if log.has("foreign_process"):
+        return _machine(
+            replace(cause, id="gpu_memory_held_by_other_process"), 0.78, "a process of somebody else holds it"
+        )
+    for one in cause.findings:
+        held = _OTHERS_MEMORY.search(one.text)
+        if held and float(held[1]) > float(held[2]):
+            return _passing(
+                cause, "gpu_memory_held_by_other_process", "restart_in_place", 0.74, "another process holds most of it"
+            )
+    if log.has("again") or _spread(cause, log):
+        return replace(
+            cause, id="cuda_oom_deterministic", weight=cause.weight + 0.08, why="it comes again at the same place"
+        )
+    return cause
+
+
+def _host_memory(cause: Cause, log: Log) -> Cause:
+    if "noisy_system_daemon" in log.findings:
+        return replace(cause, weight=0.6, why="the killed process was the victim")
+    victims = {one.fields.get("thing", "") for one in cause.findings} - {""}
+    if victims and not any(map(_OWN_PROGRAM.search, victims)):
+        return replace(
+            cause, weight=0.6, category="infrastructure", action="isolate_and_verify", why="it was no training process"
+        )
+    return replace(cause, id="host_out_of_memory")
+
+
+def _app_fault(cause: Cause, log: Log) -> Cause:
+    """Illegal accesses are the program's, unless one GPU alone makes them again and again."""
+    if _spread(cause, log) or any(one.frame for one in cause.findings):
+        return replace(
+            cause,
+            weight=cause.weight + 0.12,
+            why="the same on every rank" if _spread(cause, log) else "a line of the user's code makes it",
+        )
+    if log.has("only_here") and (log.has("again") or log.has("many_times")):
+        return _machine(cause, cause.weight + 0.1, "only this GPU makes it, again and again", "isolate_and_verify")
+    return cause
+
+
+def _data_value(cause: Cause, log: Log) -> Cause:
+    return replace(cause, weight=cause.weight + 0.05) if log.has("elsewhere_too") or log.has("again") else cause
+
+
+def _data_file(cause: Cause, log: Log) -> Cause:
+    if cause.id == "missing_shard" and _spread(cause, log):
+        return _users(replace(cause, id="wrong_data_path"), cause.weight, "no rank finds it")
+    return cause
+
+
+def _python(cause: Cause, log: Log) -> Cause:
+    first = cause.findings[0]
+    name = first.fields.get("thing", "Error").rpartition(".")[2]
+    place = f" at {first.frame.file}:{first.frame.line}" if first.frame else ""
+    weight = cause.weight + (0.18 if first.frame else 0.0)
+    if log.first_stop is not None and first.number > log.first_stop:
+        weight -= 0.3
+    return replace(cause, says=f"the program raised {name}{place}", weight=weight)
+
+
+def _recent_change(cause: Cause, log: Log) -> Cause:
+    if log.has("recent_change"):
+        return replace(cause, action="rollback_code", why="the code had changed just before")
+    return cause
+
+
+def _port(cause: Cause, log: Log) -> Cause:
+    return (
+        replace(cause, weight=cause.weight + 0.06, why="an older process was seen")
+        if log.has("stale_process")
+        else cause
+    )
+
+
+def _switch(cause: Cause, log: Log) -> Cause:
+    if log.has("recovered") or log.has("link_up"):
+        return _passing(cause, "network_switch_restarted", "retry_with_backoff", cause.weight, "it came back")
+    return replace(cause, action="retry_with_backoff", transient=None, why="a switch is no node")
+
+
+def _remote(cause: Cause, log: Log) -> Cause:
+    if "switch_failure" in log.findings:
+        return replace(cause, id="network_outage", weight=cause.weight + 0.06, why="a switch on the way was down")
+    return cause
+
+
+def _unreachable(cause: Cause, log: Log) -> Cause:
+    return replace(cause, action="investigate", transient=None)
+
+
+def _shm(cause: Cause, log: Log) -> Cause:
+    if log.has("only_here"):
+        return _machine(cause, cause.weight, "only one machine is affected")
+    return cause
+
+
+def _crash(cause: Cause, log: Log) -> Cause:
+    if log.has("only_here") and log.has("again"):
+        return _machine(cause, cause.weight + 0.05, "only this machine, again and again", "isolate_and_verify")
+    return cause
+
+
+def _loader_killed(cause: Cause, log: Log) -> Cause:
+    return replace(cause, id="host_out_of_memory")
+
+
+def _killed(cause: Cause, log: Log) -> Cause:
+    return replace(cause, category="unknown", action="investigate", transient=None)
+
+
+def _long_work(cause: Cause, log: Log) -> Cause:
+    return replace(cause, weight=0.66) if "collective_timeout" in log.findings else replace(cause, weight=0.3)
+
+
+def _evicted(cause: Cause, log: Log) -> Cause:
+    thing = cause.findings[0].fields.get("thing", "")
+    if "ephemeral" in thing or "storage" in thing or "disk" in thing.lower():
+        return replace(cause, id="storage_full", category="infrastructure", action="free_storage_then_resume")
+    return cause
+
+
+def _checkpoint(cause: Cause, log: Log) -> Cause:
+    if "storage_full" in log.findings or "storage_quota" in log.findings:
+        return replace(cause, weight=0.6, why="the storage was full")
+    return cause
+
+
+def _ecc(cause: Cause, log: Log) -> Cause:
+    """CUDA says the same for contained and uncontained errors; the driver knows which it was."""
+    return (
+        replace(cause, weight=0.6, why="the driver says that it was contained")
+        if "ecc_contained" in log.findings
+        else cause
+    )
+
+
+def _reboot(cause: Cause, log: Log) -> Cause:
+    if "maintenance" in log.findings:
+        return replace(cause, weight=0.6, why="it was planned")
+    return cause
+
+
+_FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
+    "app_fault": _app_fault,
+    "assertion": _app_fault,
+    "cable": _cable,
+    "checkpoint": _checkpoint,
+    "data_file": _data_file,
+    "data_value": _data_value,
+    "ecc": _ecc,
+    "evicted": _evicted,
+    "fabric": _fabric,
+    "gpu_oom": _gpu_memory,
+    "host_oom": _host_memory,
+    "killed": _killed,
+    "link": _link,
+    "loader_killed": _loader_killed,
+    "long_work": _long_work,
+    "names": _scope,
+    "nan": _nan,
+    "native_crash": _crash,
+    "port": _port,
+    "python": _python,
+    "reboot": _reboot,
+    "recent_change": _recent_change,
+    "remote_service": _remote,
+    "scope": _scope,
+    "scope_io": _scope_io,
+    "scope_one": _scope_one,
+    "sdc": _sdc,
+    "shm": _shm,
+    "storage_stall": _storage,
+    "switch": _switch,
+    "unreachable": _unreachable,
+}

@@ -1,0 +1,75 @@
+"""Python tracebacks, also those of many processes woven into each other."""
+
+from __future__ import annotations
+
+import re
+
+from msgspec import Struct
+
+STREAMS = 4_096
+"""Processes whose stacks are put together at the same time."""
+FRAMES = 400
+"""Kept of one stack."""
+
+_FRAME = re.compile(r'\s*File "([^"\n]{1,500})", line (\d{1,9})(?:, in (\S+))?')
+_SHORT = re.compile(r"([\w./-]+\.py)(?::|, line | line |\", line )(\d{1,9})\b")
+_HEAD = re.compile(r"\s*(?:Original )?Traceback \(most recent call last\)|\s*Thread 0x\w+|\s*Current thread 0x")
+_END = re.compile(r"[A-Za-z_][\w.]*(?::(?: |$)|$)|[A-Za-z_][\w.]*(?:Error|Exception)\b")
+_LIBRARY = re.compile(
+    r"site-packages|dist-packages|/lib/python3|/python3\.\d+/|<frozen|<string>|<stdin>|^(?:\.\.\./)?torch/|/torch/(?:nn|utils|distributed|_|optim|"
+    r"autograd|serialization|storage|multiprocessing|cuda)|multiprocessing/|concurrent/futures|importlib|runpy\.py|threading\.py|queue\.py|"
+    r"socket\.py|ssl\.py|selectors\.py|contextlib\.py|subprocess\.py|pickle\.py|zipfile|tarfile\.py|gzip\.py|json/|codecs\.py|"
+    r"torch_worker|distributed_c10d|dataloader\.py$|serialization\.py$|deepspeed/|megatron/core|lightning/|transformers/|accelerate/|nemo/|jax/|flax/|ray/|"
+    r"/opt/conda/lib|/usr/lib|/usr/local/lib|train_torch_elastic"
+)
+
+
+class Frame(Struct, frozen=True):
+    file: str
+    line: int
+    function: str
+
+
+def own(frames: list[Frame]) -> Frame | None:
+    """The innermost frame of the user's own code."""
+    return next((frame for frame in reversed(frames) if not _LIBRARY.search(frame.file)), None)
+
+
+def mentioned(text: str) -> Frame | None:
+    """A place in user code that the text names by itself, as in ``train.py:212`` or ``File "x.py", line 8``."""
+    if found := _FRAME.match(text):
+        frame = Frame(found[1], int(found[2]), found[3] or "")
+        return None if _LIBRARY.search(frame.file) else frame
+    for name, line in _SHORT.findall(text):
+        if not _LIBRARY.search(name):
+            return Frame(name, int(line), "")
+    return None
+
+
+class Stacks:
+    """Open stacks by stream."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, list[Frame]] = {}
+        self.chained: set[str] = set()
+
+    def take(self, stream: str, message: str) -> list[Frame] | None:
+        """Feed a line; the finished stack when this line is the exception that ends one."""
+        if _HEAD.match(message):
+            if len(self._open) < STREAMS:
+                self._open[stream] = []
+            return None
+        frames = self._open.get(stream)
+        found = _FRAME.match(message)
+        if found:
+            if frames is None:
+                if len(self._open) >= STREAMS:
+                    return None
+                frames = self._open[stream] = []
+            frames.append(Frame(found[1], int(found[2]), found[3] or ""))
+            del frames[:-FRAMES]
+            return None
+        if not frames or not _END.match(message):
+            return None
+        del self._open[stream]
+        return frames
