@@ -414,13 +414,44 @@ def test_node_whose_processes_fail_often_is_replaced() -> None:
     assert fleet.job.nodes[N1].health == "QUARANTINED", "coming back proves nothing about a bad device"
 
 
-def test_left_node_is_lost_at_once_and_the_last_one_ends_the_job() -> None:
+def test_left_node_is_lost_when_no_other_follows_and_the_last_one_ends_the_job() -> None:
     """ctrl-C on one node: its ranks are gone by will. On all nodes: the job is over."""
     fleet = running()
     fleet.tell(AgentLeft(job=JOB, at=fleet.now, node=N1, why="SIGINT"))
+    assert fleet.job.state == "RUNNING"
+    fleet.later(1.0)
     assert fleet.job.state == "WAITING"
     fleet.tell(AgentLeft(job=JOB, at=fleet.now, node=N0, why="SIGINT"))
     assert fleet.job.state == "STOPPED"
+
+
+def test_the_end_of_the_whole_job_is_no_incident() -> None:
+    """A scheduler's SIGTERM to all launchers: nodes leave one after the other, collectives of those that are still
+    there break and their ranks die of it. Nothing of that is a fault, and nobody is to be replaced."""
+    fleet = running()
+    fleet.tell(AgentLeft(job=JOB, at=fleet.now, node=N1, why="stopped by SIGTERM"))
+    fleet.kill(2)
+    fleet.broken(0)
+    fleet.pump()
+    fleet.later(0.9)
+    fleet.kill(1, signal=15)
+    fleet.pump()
+    fleet.tell(AgentLeft(job=JOB, at=fleet.now, node=N0, why="stopped by SIGTERM"))
+    assert fleet.job.state == "STOPPED"
+    assert not fleet.job.incidents
+    assert not [record for record in fleet.log if isinstance(record, IncidentOpened)]
+
+
+def test_a_node_that_left_alone_is_replaced_with_all_that_broke_meanwhile() -> None:
+    """What was held back while others might have followed is one incident then, with the node as its cause."""
+    fleet = running(standby_nodes=1)
+    fleet.tell(AgentLeft(job=JOB, at=fleet.now, node=N1, why="stopped by SIGTERM"))
+    fleet.broken(0)
+    fleet.pump()
+    assert not fleet.job.incidents
+    fleet.later(1.0)
+    (incident,) = fleet.job.incidents.values()
+    assert (incident.rung, incident.node) == ("replace_node", N1)
 
 
 def test_set_up_fault_restarts_all() -> None:

@@ -191,6 +191,8 @@ class Agent:
     def _say_farewell(self, why: str, code: int, number: int) -> None:
         async def leave() -> None:
             self.node.report(AgentLeft, why=why)
+            # Heard before any rank ends: what breaks on other nodes then is known to be a consequence.
+            await self.uplink.flush()
             await self.supervisor.end_programs(STOP_GRACE_S, number)
             await self.helpers.finish(FINISH_STOPPED_S)
             self.notes.flush()

@@ -140,10 +140,19 @@ _WHEN_DUE: dict[str, Callable[[Draft], None]] = {
     deadlines.PATIENCE: patience_is_over,
     deadlines.CAPACITY: capacity_is_over,
     deadlines.ADOPT: deputy_stays_silent,
+    deadlines.LEAVE: assess,
 }
 
 _NEED_REPORTS = frozenset(
-    {deadlines.REBUILD, deadlines.VERIFY, deadlines.LOCATE, deadlines.EXPLAIN, deadlines.ADOPT, deadlines.PATIENCE}
+    {
+        deadlines.REBUILD,
+        deadlines.VERIFY,
+        deadlines.LOCATE,
+        deadlines.EXPLAIN,
+        deadlines.ADOPT,
+        deadlines.PATIENCE,
+        deadlines.LEAVE,
+    }
 )
 """Deadlines that conclude from the absence of reports."""
 

@@ -12,6 +12,8 @@ class Policy(Struct, frozen=True, kw_only=True):
         lease_s: silence after which a node counts as lost.
         reconnect_s: after a broken connection, how long an agent may take to come back before broken collectives on
             other nodes are taken as proof that its node is gone.
+        leave_s: after a node has left by will (a signal to its launcher), how long the others may take to do so as
+            well. The end of a whole job is no fault; only after that is the node that left alone replaced.
         explain_s: how long a broken collective may stay unexplained before the epoch is rebuilt without a suspect.
         locate_s: how long stall reports are collected before the suspect is named.
         stall_patience_s: how long a stall may stay unexplained because some rank is not stalled by its own limits
@@ -30,6 +32,7 @@ class Policy(Struct, frozen=True, kw_only=True):
 
     lease_s: float = 10.0
     reconnect_s: float = 0.5
+    leave_s: float = 1.0
     explain_s: float = 2.0
     locate_s: float = 0.3
     stall_patience_s: float = 3600.0

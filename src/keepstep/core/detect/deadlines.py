@@ -22,6 +22,8 @@ PATIENCE = "patience"
 """``stall_patience_s``: some ranks stall, others have a reason to be busy; even that ends."""
 CAPACITY = "capacity"
 """``capacity_s``: a node has come by then, or the job asks to be requeued."""
+LEAVE = "leave"
+"""``leave_s`` since a node of the roster left by will: no other has followed, so only that node was to end."""
 ADOPT = "adopt"
 """``lease_s``: the report of a deputy whose epoch a node has already accepted is here."""
 

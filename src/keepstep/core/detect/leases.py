@@ -119,7 +119,11 @@ def lease_expired(draft: Draft, fact: LeaseExpired) -> None:
 
 
 def agent_left(draft: Draft, fact: AgentLeft) -> None:
-    """In good order: whoever started it wanted it to end. The last one to leave ends the job."""
+    """In good order: whoever started it wanted it to end. The last one to leave ends the job.
+
+    A scheduler that ends a job signals all its launchers, but they do not all leave in the same instant. So one that
+    leaves proves nothing about the others until these have had ``leave_s`` to follow.
+    """
     job = draft.job
     node = job.nodes.get(fact.node)
     if node is None or job.over:
@@ -127,6 +131,8 @@ def agent_left(draft: Draft, fact: AgentLeft) -> None:
     if all(other.link == "left" or other.link == "expired" for other in job.nodes.values()):
         end_by_request(draft, f"all nodes have left, the last one because: {fact.why}", stop_code(fact.why))
         return
+    if job.in_roster(node.node):
+        draft.wake(deadlines.LEAVE, draft.policy.leave_s)
     _gone(draft, node, f"its agent left: {fact.why}")
 
 

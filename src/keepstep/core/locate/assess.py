@@ -37,6 +37,8 @@ def assess(draft: Draft) -> None:
         return
     if job.ahead() > job.epoch:
         return  # a deputy has acted: its report is on the way, and this board is about a past epoch
+    if deadlines.LEAVE in job.deadlines:
+        return  # perhaps the whole job is being ended, and what breaks meanwhile is a consequence of that
     if found := faults(job, draft.now, draft.policy):
         answer(draft, found)
         return
