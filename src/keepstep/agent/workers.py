@@ -18,6 +18,7 @@ from keepstep.model import env as names
 from keepstep.model import exits
 from keepstep.model.facts import (
     CollectiveBroken,
+    GuardNoted,
     RankAdvanced,
     RankDone,
     RankJoined,
@@ -39,6 +40,7 @@ from keepstep.model.wire import (
     WorkerCannotResume,
     WorkerDone,
     WorkerFailed,
+    WorkerGuarded,
     WorkerHello,
     WorkerJoined,
     WorkerResumed,
@@ -205,6 +207,9 @@ class Workers:
                 slot.done = True
                 node.table.save()
                 node.report(RankDone, rank=rank, epoch=epoch, step=step)
+            case WorkerGuarded():
+                told = {name: getattr(frame, name) for name in frame.__struct_fields__}
+                node.report(GuardNoted, **told)
             case WorkerFailed(error=failure):
                 slot.failure = failure
                 node.table.save()

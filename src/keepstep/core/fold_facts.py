@@ -18,6 +18,7 @@ from keepstep.model.facts import (
     AnyFact,
     CheckpointNoted,
     CollectiveBroken,
+    GuardNoted,
     InjectRequested,
     JobSubmitted,
     LeaseExpired,
@@ -51,6 +52,8 @@ def fold_fact(job: Job, fact: AnyFact) -> None:
     match fact:
         case JobSubmitted() | StopRequested() | InjectRequested() | TimePassed() | StandbyReady():
             pass  # what follows from them is in the records behind
+        case GuardNoted():
+            pass  # the SDK has acted by itself; this tells the story
         case CheckpointNoted():
             fold_checkpoint(job, fact)
         case RecoveredLocally():

@@ -43,6 +43,7 @@ from keepstep.model.facts import (
     AnyFact,
     CheckpointNoted,
     CollectiveBroken,
+    GuardNoted,
     InjectRequested,
     JobSubmitted,
     LeaseExpired,
@@ -122,7 +123,7 @@ def respond(draft: Draft, fact: AnyFact) -> None:
             adopt(draft, fact)
         case StoreLost():
             store_lost(draft, fact)
-        case CheckpointNoted() | RankJoined():
+        case CheckpointNoted() | GuardNoted() | RankJoined():
             pass  # on the board, and that is all
         case _:
             assert_never(fact)

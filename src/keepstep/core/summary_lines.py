@@ -17,6 +17,7 @@ from keepstep.model.facts import (
     AnyFact,
     CheckpointNoted,
     CollectiveBroken,
+    GuardNoted,
     InjectRequested,
     JobSubmitted,
     LeaseExpired,
@@ -83,6 +84,10 @@ def evidence_line(fact: AnyFact) -> str:
             source = "node"
         case RecoveredLocally():
             source = "deputy"
+        case GuardNoted():
+            if fact.what in ("gone", "kept", "alone"):
+                return ""
+            source = "guard"
         case _:
             return ""
     return f"{clock(fact.at)}  {source:<9} {fact_words(fact)}"
@@ -110,6 +115,10 @@ def fact_words(fact: AnyFact) -> str:
             return "a deadline is due"
         case AgentJoined():
             return f"agent of {fact.node} connects, epoch {show_epoch(fact.epoch)}, {len(fact.slots)} processes"
+        case GuardNoted():
+            who = f"rank {fold_ranks(fact.ranks)}, " if fact.ranks else ""
+            tensor = f" in {fact.tensor}" if fact.tensor else ""
+            return f"{who}step {fact.step}: {fact.what.replace('_', ' ')}{tensor}: {fact.why}"
         case CheckpointNoted():
             return checkpoint_words(fact)
         case AgentDisconnected():

@@ -128,6 +128,29 @@ class CheckpointNoted(Fact, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
+class GuardNoted(Fact, frozen=True, kw_only=True):
+    """The SDK's guard saw something in the numbers of training, or did something about it; nothing is decided upon it.
+
+    ``nonfinite``: a loss or gradient is NaN or infinite. ``spike``: one is far outside its recent past. ``replicas``:
+    ranks that must hold the same do not. ``rolled_back``: an older state was put back on all ranks. ``skipped``: an
+    update was left out. ``gone``: the step came out well when it was done again. ``kept``: a copy to go back to is kept
+    from now on. ``alone``: there are no replicas to compare.
+
+    Attributes:
+        step: index of the step, from 0.
+        ranks: those it was seen on; empty where nobody can be named.
+        tensor: the first parameter or optimizer tensor concerned.
+        since: committed steps of the newest state that is known to be clean; what was saved of later ones is tainted.
+    """
+
+    what: Literal["nonfinite", "spike", "replicas", "rolled_back", "skipped", "gone", "kept", "alone"]
+    step: int
+    why: str
+    ranks: tuple[Rank, ...] = ()
+    tensor: str = ""
+    since: int | None = None
+
+
 class AgentDisconnected(Fact, frozen=True, kw_only=True):
     """The connection broke. The node may be gone, or only its agent; the lease decides."""
 
@@ -339,6 +362,7 @@ AnyFact = (
     | TimePassed
     | AgentJoined
     | CheckpointNoted
+    | GuardNoted
     | AgentDisconnected
     | LeaseExpired
     | LeaseRenewed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -127,6 +127,17 @@ class WorkerDone(Frame, frozen=True, kw_only=True):
     step: int
 
 
+class WorkerGuarded(Frame, frozen=True, kw_only=True):
+    """As ``GuardNoted``, which the agent makes of it. Without an epoch: it is said once, not again to a new agent."""
+
+    what: Literal["nonfinite", "spike", "replicas", "rolled_back", "skipped", "gone", "kept", "alone"]
+    step: int
+    why: str
+    ranks: tuple[Rank, ...] = ()
+    tensor: str = ""
+    since: int | None = None
+
+
 class WorkerFailed(Frame, frozen=True, kw_only=True):
     """An exception is leaving the user's code; the process will exit."""
 
@@ -195,6 +206,7 @@ WorkerToAgent = (
     | WorkerResumed
     | WorkerAdvanced
     | WorkerDone
+    | WorkerGuarded
     | WorkerFailed
     | WorkerCannotResume
 )
