@@ -124,9 +124,12 @@ class Keepstep:
             yield step
 
     def _tell(self, told: Told) -> None:
+        from keepstep.model.wire import WorkerGuarded
         from keepstep.trainer.guard_torch import printed
 
         printed(told)
+        if self._session is not None:
+            self._session.control.send(WorkerGuarded(**{name: getattr(told, name) for name in told.__struct_fields__}))
 
     @property
     def _state(self) -> State | None:

@@ -209,7 +209,8 @@ class Guardian:
                 kinds.add(trouble.kind)
                 self._meet(trouble)
             kinds.add(trouble.kind)
-        self._sounding = kinds  # a run whose every loss is NaN says so once, and again when it has recovered between
+        # A run whose every loss is NaN says so once, and again only when it has recovered in between.
+        self._sounding = kinds | (self._sounding & {"replicas"})
 
     def _locate(self, trouble: Trouble, mine: Own) -> Trouble:
         """Which ranks it began on, and with which parameter. Collective."""
@@ -251,15 +252,14 @@ class Guardian:
             self._agreed = done
             if not found.vote.compared and not self._alone_told:
                 self._alone_told = True
-                self._tell("alone", done, "no rank holds what another one holds, so there is nothing to compare")
+                self._tell("alone", done - 1, "no rank holds what another one holds, so there is nothing to compare")
             awaited = self._awaited
             if awaited is not None and awaited.kind == "replicas" and done >= awaited.step:
                 self._gone(awaited, "the replicas agree again")
             self._sounding.discard("replicas")
             return
         if "replicas" not in self._sounding:
-            trouble = describe(found, done)
-            self._meet(trouble)
+            self._meet(describe(found, done - 1))
             self._sounding.add("replicas")
 
     def _compared(self) -> list[Live]:
@@ -276,7 +276,7 @@ class Guardian:
         if not self._kept_told:
             self._kept_told = True
             size = f"{self._kept.nbytes / 1e6:.1f} MB per rank"
-            self._tell("kept", done, f"a copy of the state is kept in memory to go back to ({size})")
+            self._tell("kept", done - 1, f"a copy of the state is kept in memory to go back to ({size})")
 
     def _meet(self, trouble: Trouble) -> None:
         order = self._history.decide(trouble, kept=self._kept.step)
@@ -329,8 +329,8 @@ class Guardian:
             self._say(Told(what=what, step=step, why=why, ranks=ranks, tensor=tensor, since=since))
 
 
-def describe(found: Compared, done: int) -> Trouble:
-    """A comparison that failed, in words."""
+def describe(found: Compared, step: int) -> Trouble:
+    """A comparison that failed behind a step, in words."""
     said = found.vote
     if said.odd:
         first = found.odd[0]
@@ -340,11 +340,11 @@ def describe(found: Compared, done: int) -> Trouble:
         more = f" and {len(first.tensors) - NAMED_TENSORS} more" if len(first.tensors) > NAMED_TENSORS else ""
         others = f"; so do ranks {', '.join(map(str, said.odd[1:]))}" if said.odd[1:] else ""
         why = f"rank {first.rank} differs from the majority of its replicas in {names}{more}{count}{others}"
-        return Trouble("replicas", done, why, said.odd, first.tensors[0])
+        return Trouble("replicas", step, why, said.odd, first.tensors[0])
     names = ", ".join(found.tensors[:NAMED_TENSORS]) or "what they hold"
     ranks = ", ".join(map(str, said.tied[:8])) + (" ..." if len(said.tied) > 8 else "")
     why = f"ranks {ranks} differ in {names} and there is no majority: one of them is wrong, which one nobody can tell"
-    return Trouble("replicas", done, why, (), found.tensors[0] if found.tensors else "")
+    return Trouble("replicas", step, why, (), found.tensors[0] if found.tensors else "")
 
 
 def _way_out(trouble: Trouble) -> str:

@@ -2,7 +2,7 @@
 
 Gradients are the same on all ranks once they have been reduced, so afterwards nobody can tell which rank spoilt them.
 While a trace is armed each parameter's own gradient is looked at as backward makes it, before any reduction: the first
-one that is not finite, in the order of backward, is where it began on this rank.
+one whose norm is not finite, in the order of backward, is where it began on this rank.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from keepstep.trainer import pieces_torch as pieces
+from keepstep.trainer.readings_torch import LOW
 
 
 class Trace:
@@ -57,6 +58,8 @@ class Trace:
     def _look(self, name: str) -> Any:
         def hook(gradient: Tensor) -> None:
             here = pieces.local(gradient)
-            self._seen.append((name, torch.isfinite(here._values() if here.is_sparse else here).all()))
+            values = here._values() if here.is_sparse else here
+            kind = torch.float32 if values.dtype in LOW else None
+            self._seen.append((name, torch.isfinite(torch.linalg.vector_norm(values, dtype=kind))))
 
         return hook

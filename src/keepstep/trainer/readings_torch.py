@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from keepstep.trainer import pieces_torch as pieces
 from keepstep.trainer.guard import Reading
 
-_LOW = (torch.float16, torch.bfloat16)
+LOW = (torch.float16, torch.bfloat16)
+"""Kinds whose norms are taken in 32 bits: their own range ends at 65,504, or their digits do not suffice."""
 _FIELDS = 6
 
 
@@ -102,7 +103,7 @@ def gradient_norms(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple
             held[0].append(names.get(id(parameter), "?"))
             held[1].append(gradient)
     return [
-        (found, list(torch._foreach_norm(gradients, 2, torch.float32 if kind in _LOW else None)))
+        (found, list(torch._foreach_norm(gradients, 2, torch.float32 if kind in LOW else None)))
         for (_, kind), (found, gradients) in kinds.items()
     ]
 
