@@ -116,11 +116,16 @@ class Pace:
             self._samples.append(Sample(now_s - before, waited_total_s - waited, snapshot))
         self._last = now_s, waited_total_s
         if self._mode == "auto" and self._copies and len(self._samples) >= ENOUGH:
-            self.overlapped = overlap(median(self._copies), self.step_s, self.share, now=self.overlapped)
+            self.overlapped = overlap(self.copy_s, self.step_s, self.share, now=self.overlapped)
 
     def copied(self, seconds: float) -> None:
         """A blocking copy of everything that could have been copied later took this long."""
         self._copies.append(seconds)
+
+    @property
+    def copy_s(self) -> float:
+        """What a blocking copy takes; 0 where none is known."""
+        return median(self._copies) if self._copies else 0.0
 
     @property
     def step_s(self) -> float:

@@ -1,4 +1,8 @@
-"""Gate: a step changes parameters everywhere only when the step before it is safe on another node."""
+"""Gate: a step changes parameters everywhere only when the step before it is safe on another node.
+
+People at the terminal hear from here that a copy is missing, and that it is there again. The log hears it from the
+node's keeper, which knows the cause; from here only where there is no keeper to say it.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ class Copies(Protocol):
 
     notes: Teller
     waited_s: float
+    keeper_away: bool
 
     def replicated(self) -> bool: ...
 
@@ -52,7 +57,7 @@ class Gate:
     def __init__(self, copies: Copies, rank: int, stop: Callable[[], bool]) -> None:
         self._copies, self._rank, self._stop = copies, rank, stop
         self._open_until = 0.0
-        self._gap = False
+        self._gap = self._noted = False
         self._acked, self._since = -1, time.monotonic()
         self._waits: deque[float] = deque(maxlen=REMEMBERED)
 
@@ -103,16 +108,21 @@ class Gate:
         if self._gap:
             return
         self._gap = True
-        self._copies.notes.tell(Note(what="gap", tier="peer", step=step, rank=self._rank, why=why))
-        print(
-            f"keepstep: rank {self._rank} step {step}: {why}; training goes on, losing this node now would lose the "
-            f"step",
-            file=sys.stderr,
-            flush=True,
-        )
+        self._say(f"step {step}: {why}; training goes on, losing this node now would lose the step")
+        if self._copies.keeper_away:
+            self._noted = True
+            why = f"{why}: this node's keeper is not there"
+            self._copies.notes.tell(Note(what="gap", tier="peer", step=step, rank=self._rank, why=why))
 
     def _close(self, step: int) -> None:
         self._open_until = 0.0
-        if self._gap:
-            self._gap = False
+        if not self._gap:
+            return
+        self._gap = False
+        self._say(f"step {step}: another node has copies again")
+        if self._noted:
+            self._noted = False
             self._copies.notes.tell(Note(what="closed", tier="peer", step=step, rank=self._rank))
+
+    def _say(self, words: str) -> None:
+        print(f"keepstep: rank {self._rank} {words}", file=sys.stderr, flush=True)

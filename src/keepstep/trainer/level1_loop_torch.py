@@ -136,7 +136,7 @@ class Level1Loop:
 
     def _save(self, version: Version, *, first: bool = False) -> None:
         part, pacing = self._p, self._pacing
-        pacing.step()
+        pacing.step(version.step)
         full = first or pacing.full(version.step)
         if full:
             if not first:

@@ -191,7 +191,7 @@ class Loop:
         # In this order: a process killed in between leaves a second, equal line when the step is done again. The other
         # way round its successor would go on behind a step whose loss nobody has written.
         session.losses.write(step.index, epoch, session.readable(loss))
-        self._pacing.step()
+        self._pacing.step(self.done)
         self._save(self._live)
         session.beat.commit(self.done)
         if problem is not None:

@@ -10,9 +10,9 @@ from typing import cast
 import torch
 from torch import distributed as dist
 
-from keepstep.checkpoint.notes import Note
+from keepstep.checkpoint.notes import Note, TierLabel
 from keepstep.model.env import COPY
-from keepstep.trainer.budget import Mode, Pace, agree_after
+from keepstep.trainer.budget import DEFAULT_SHARE, Mode, Pace, agree_after
 from keepstep.trainer.exceptions import StepMisused
 from keepstep.trainer.gate import Gate
 from keepstep.trainer.snapshots_torch import Snapshots
@@ -75,9 +75,12 @@ class Pacing:
             return False
         return step % self._durable_every == 0 or step == self._total
 
-    def step(self) -> None:
+    def step(self, step: int) -> None:
         """A step is complete, up to its snapshot."""
+        before = self.overlap
         self.pace.step(time.monotonic(), self._snapshots.waited_s, snapshot=self._taken)
+        if self._rank == 0 and self.overlap != before:
+            self._tell_mode(step)
 
     def saved(self, *, full: bool) -> None:
         """The snapshot of a step has been taken, or begun."""
@@ -89,10 +92,12 @@ class Pacing:
         """Whether to go on without waiting for another node's copy: it costs more than the user's budget."""
         if self.share <= 0 or not gate.too_dear(self.pace.step_s, self.share):
             return False
-        why = "waiting for the copy on another node costs more than --ckpt-overhead; steps no longer wait for it"
-        step = self._snapshots.lag()[0]
-        self._snapshots.notes.tell(Note(what="gap", tier="peer", step=step, rank=self._rank, why=why))
-        print(f"keepstep: rank {self._rank} step {step}: {why}", file=sys.stderr, flush=True)
+        # No gap: copies go on, only a step behind, and the gate says it when they do not.
+        why = (
+            f"{self._rhythm}, and steps no longer wait for the copy on another node: that costs more than "
+            f"{self.share:.2%} of a step of {self.pace.step_s * 1e3:.1f} ms"
+        )
+        self._tell_pace("peer", self._snapshots.lag()[0], why)
         return True
 
     def agree_to_hold(self, step: int) -> None:
@@ -135,5 +140,24 @@ class Pacing:
             f"every {self.every} steps instead of {before}: here a snapshot costs {cost * 1e3:.1f} ms of a step of "
             f"{own * 1e3:.1f} ms, and may take {self.share:.2%}"
         )
-        self._snapshots.notes.tell(Note(what="interval", tier="memory", step=step, rank=0, why=why, seconds=cost))
-        print(f"keepstep: snapshots {why}", file=sys.stderr, flush=True)
+        self._tell_pace("memory", step, why, cost)
+
+    @property
+    def _rhythm(self) -> str:
+        return "every step" if self.every == 1 else f"every {self.every} steps"
+
+    def _tell_mode(self, step: int) -> None:
+        copy_s, own = self.pace.copy_s, self.pace.step_s
+        how = "beside the next step" if self.overlap else "before the commit returns, as at first"
+        why = (
+            f"{self._rhythm}, copied {how}: the copy takes {copy_s * 1e3:.1f} ms of a step of "
+            f"{own * 1e3:.1f} ms, and steps may wait {self.share or DEFAULT_SHARE:.2%} for it"
+        )
+        self._tell_pace("memory", step, why, copy_s)
+
+    def _tell_pace(self, tier: TierLabel, step: int, why: str, cost: float = 0.0) -> None:
+        """To people and to the log, which shows the newest of these as the job's pace."""
+        note = Note(what="interval", tier=tier, step=step, rank=self._rank, why=why, seconds=cost)
+        self._snapshots.notes.tell(note)
+        who = "" if self._rank == 0 else f"rank {self._rank}: "
+        print(f"keepstep: {who}snapshots {why}", file=sys.stderr, flush=True)

@@ -8,7 +8,6 @@ way a version counts only once every byte of it is there.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import os
 import socket
@@ -67,6 +66,8 @@ class Snapshots:
         self._flight: Flight | None = None
         self._problem: Exception | None = None
         self._trusted = True
+        self.keeper_away = False
+        """Nobody heard the last ring for this node's keeper."""
         self._owners: Callable[[Live], Owners] | None = None
         self._replicated: bool | None = None
         self.overlap_from = OVERLAP_FROM
@@ -382,8 +383,13 @@ class Snapshots:
 
     def _ring(self, to: Path, step: int) -> None:
         # Whoever listens there may be on its way back; it looks by itself when it starts.
-        with contextlib.suppress(OSError):
+        away = False
+        try:
             self._bell.sendto(f"{self._rank} {step}".encode(), str(to))
+        except OSError as error:
+            away = not isinstance(error, BlockingIOError)  # its queue is full, so it has one
+        if to == self._keeper:
+            self.keeper_away = away
 
 
 def _nobody(_: Live) -> Owners:
