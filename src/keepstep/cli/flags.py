@@ -275,6 +275,14 @@ def _ours(parser: RunParser) -> None:
         help="of a script's error",
     )
     _flag(
+        group,
+        "--guard",
+        env="KEEPSTEP_GUARD",
+        default=None,
+        choices=["off", "observe", "on"],
+        help="losses, gradients, replicas: off, observe (tell) or on (act); see keepstep.Guard",
+    )
+    _flag(
         group, "--allow-inject", env="KEEPSTEP_ALLOW_INJECT", action="store_true", help="let `keepstep inject` break it"
     )
     _flag(

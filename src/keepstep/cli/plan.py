@@ -76,6 +76,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     user_retries: int
     snapshot_every: int
     hang_detect: str
+    guard: str | None
     allow_inject: bool
     join_timeout_s: float
     last_call_s: float
@@ -137,6 +138,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         user_retries=args.user_retries,
         snapshot_every=args.snapshot_every,
         hang_detect=hang_limit(args.hang_detect),
+        guard=args.guard,
         allow_inject=args.allow_inject,
         join_timeout_s=_seconds(conf, "join_timeout", _seconds(conf, "timeout", 600.0)),
         last_call_s=_seconds(conf, "last_call_timeout", 30.0),

@@ -22,6 +22,9 @@ ORPHAN_GRACE = "KEEPSTEP_ORPHAN_GRACE_S"
 COPY = "KEEPSTEP_COPY"
 """How snapshots are copied: ``blocking`` before a commit returns, ``overlapped`` beside the next step, or ``auto``:
 blocking where it costs no more than ``--ckpt-overhead``, or one percent of a step."""
+GUARD = "KEEPSTEP_GUARD"
+"""What is done about losses, gradient norms and replicas: ``off``, ``observe`` (tell) or ``on`` (act). Default of
+`keepstep run --guard`; ``keepstep.init(guard=...)`` of the script beats it."""
 STATE_DIR = "KEEPSTEP_STATE_DIR"
 RUNTIME_DIR = "KEEPSTEP_RUNTIME_DIR"
 

@@ -17,8 +17,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from keepstep.checkpoint.exceptions import BadSetting
+from keepstep.model.env import GUARD as VARIABLE
 
-VARIABLE = "KEEPSTEP_GUARD"
 Mode = Literal["off", "observe", "on"]
 Kind = Literal["nonfinite", "spike", "replicas"]
 Action = Literal["tell", "rollback", "stop"]
