@@ -37,11 +37,8 @@ def decide(log: Log) -> Diagnosis:
     real = [cause for cause in causes if cause.weight >= ENOUGH]
     cascade = {id: count for id, count in sorted(log.counts.items()) if _role(log, id) in ("cascade", "teardown")}
     finished = log.has("finished")
-    if (
-        finished
-        and not any(cause.weight >= 0.8 or cause.category == "transient" for cause in real)
-        and not cascade.get("collective_timeout")
-    ):
+    serious = any((cause.weight >= 0.8 and cause.nodes) or cause.category == "transient" for cause in real)
+    if finished and not serious and not cascade.get("collective_timeout"):
         return _nothing(log, cascade, "the job finished", 0.85)
     if real:
         return _named(real, log, cascade)

@@ -31,6 +31,12 @@ _HARD_BENIGN = frozenset(
 )
 """Harmless kinds that unsay whatever else a line seems to say."""
 _SOFT = frozenset({"symptom", "cascade", "teardown"})
+_PROGRESS = re.compile(
+    r"\b(?:step|iter(?:ation)?|epoch)s?\b\W{0,6}\d+.{0,200}(?:loss|time|tok)|'loss': [\d.]+|\d+/\d+ \[[\d:]+<"
+    r"|step \d+ completed|epoch \d+ done",
+    re.IGNORECASE,
+)
+_NOT_A_NUMBER = re.compile(r"\b(?:nan|inf)\b", re.IGNORECASE)
 _WORK = re.compile(
     r"SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)(?:, NumelIn=(?P<in>\d+))?(?:, NumelOut=(?P<out>\d+))?", re.IGNORECASE
 )
@@ -91,10 +97,17 @@ class Log:
         self.first_stop: int | None = None
         self.frames: list[tuple[int, Frame]] = []
         self.tail: list[Line] = []
+        self.progress: list[int] = []
+        self.last_trouble = 0
         self.lines = 0
         self.bytes = 0
         self._stacks = Stacks()
         self._chained: set[str] = set()
+
+    @property
+    def went_on(self) -> bool:
+        """Whether training made progress after the last line of trouble."""
+        return len(self.progress) > 1 and self.progress[-2] > self.last_trouble
 
     def has(self, tag: str) -> bool:
         return tag in self.tags
@@ -113,6 +126,8 @@ class Log:
             matched.append((_GENERIC_RULE, {"thing": line.message.split(":")[0][:80]}))
         if "exception" in line.message and ("above exception" in line.message):
             self._chained.add(line.stream)
+        if _PROGRESS.search(line.text) and not _NOT_A_NUMBER.search(line.text):
+            self.progress = [*self.progress[-3:], line.number]
         for rule, fields in matched:
             self._note(line, rule, fields, frame, bool(frames) and line.stream in self._chained)
         if found := _WORK.search(line.text):
@@ -128,6 +143,8 @@ class Log:
                 kept.append(finding)
             return
         self.counts[rule.id] += 1
+        if rule.role != "benign":
+            self.last_trouble = line.number
         if rule.role == "teardown" and self.first_stop is None:
             self.first_stop = line.number
         kept = self.findings.setdefault(rule.id, [])

@@ -21,6 +21,8 @@ MANY_FLAPS = 3
 """Times a link may go down before its cable is blamed."""
 SHARED_NODES = 3
 """Nodes with the same storage fault, from which on the storage is to blame and not the nodes."""
+_SLOW_OR_NUMERIC = frozenset({"nan", "sdc", "scope_one", "ecc", "link", "cable", "storage_stall", "data_value"})
+"""Faults with which training may well go on."""
 _RUN = re.compile(r"\brun [A-Z]:? ([\w.+-]+)", re.IGNORECASE)
 _OTHERS_MEMORY = re.compile(r"Process \d+ has ([\d.]+) GiB memory in use.*this process has ([\d.]+) GiB", re.IGNORECASE)
 _OWN_PROGRAM = re.compile(r"python|pt_|torch|train|ray", re.IGNORECASE)
@@ -46,7 +48,27 @@ class Cause(Struct, frozen=True, kw_only=True):
 def refine(cause: Cause, log: Log) -> Cause:
     family = next((one.rule.family for one in cause.findings if one.rule.family), "")
     think = _FAMILIES.get(family)
-    return think(cause, log) if think else cause
+    thought = think(cause, log) if think else cause
+    return thought if family in _SLOW_OR_NUMERIC or not log.went_on else _survived(thought, log)
+
+
+def _survived(cause: Cause, log: Log) -> Cause:
+    """Training went on: an exception that was caught, a try that was repeated."""
+    if log.has("restarted"):
+        if cause.category in ("user_code", "unknown") or cause.id in ("object_store_unreachable", "bad_rendezvous"):
+            return _passing(cause, cause.id, "restart_in_place", cause.weight, "the next attempt went on")
+        return cause
+    handled = cause.category == "user_code" or (cause.category == "transient" and log.has("retried"))
+    if handled and not _died(log):
+        return replace(
+            cause,
+            category="none",
+            action="no_action",
+            transient=True,
+            weight=min(cause.weight, 0.7),
+            why="training went on after it",
+        )
+    return cause
 
 
 def _machine(cause: Cause, weight: float, why: str, action: Action = "replace_node") -> Cause:
@@ -77,6 +99,9 @@ def _scope(cause: Cause, log: Log) -> Cause:
         if cause.category == "infrastructure" and cause.id not in ("name_resolution", "storage_read_only"):
             return _users(cause, cause.weight, "it is the same everywhere, so it is not one machine")
         return replace(cause, weight=cause.weight + 0.05, why="it is the same everywhere")
+    gone = log.has("recovered") or log.went_on or any("emporary" in one.text for one in cause.findings)
+    if cause.id == "name_resolution" and gone:
+        return _passing(cause, cause.id, "retry_with_backoff", cause.weight, "such failures pass")
     if cause.category == "infrastructure" and cause.id in (
         "name_resolution",
         "clock_skew",
@@ -129,6 +154,8 @@ def _count(log: Log, tag: str) -> int:
 
 
 def _fabric(cause: Cause, log: Log) -> Cause:
+    if _spread(cause, log) and cause.id == "rdma_device_broken":
+        return _users(replace(cause, id="bad_nccl_env"), 0.7, "no machine has such a device")
     if log.has("only_here") or log.has("many_times"):
         return replace(cause, weight=cause.weight + 0.2, why="only this machine reports it")
     return replace(cause, action="restart_in_place", transient=None)
@@ -136,7 +163,9 @@ def _fabric(cause: Cause, log: Log) -> Cause:
 
 def _storage(cause: Cause, log: Log) -> Cause:
     """One client, or the server of all."""
-    back = log.has("storage_back") or log.has("recovered")
+    back = (log.has("storage_back") or log.has("recovered")) and (log.went_on or not _died(log))
+    if log.has("storage_back") and not back and not _spread_of_storage(cause, log):
+        return replace(cause, action="restart_in_place", transient=True, why="it came back, too late for the process")
     if _spread_of_storage(cause, log):
         if back:
             return _passing(cause, "shared_fs_stall", "no_action", 0.82, "all machines waited, and it came back")
@@ -155,6 +184,10 @@ def _storage(cause: Cause, log: Log) -> Cause:
     if not cause.nodes:
         return replace(cause, action="retry_with_backoff", transient=True)
     return replace(cause, action="replace_node", transient=True, why="only this machine is affected")
+
+
+def _died(log: Log) -> bool:
+    return any(found[0].rule.role in ("cascade", "teardown") for found in log.findings.values())
 
 
 def _spread_of_storage(cause: Cause, log: Log) -> bool:
@@ -206,6 +239,8 @@ def _gpu_memory(cause: Cause, log: Log) -> Cause:
         return _passing(
             cause, "gpu_memory_held_by_stale_process", "restart_in_place", 0.8, "an older process holds the memory"
         )
+    if log.has("mig") and not _spread(cause, log):
+        return _machine(replace(cause, id="node_misconfigured"), 0.8, "its GPUs are cut into slices")
     if log.has("foreign_process"):
         return _machine(
             replace(cause, id="gpu_memory_held_by_other_process"), 0.78, "a process of somebody else holds it"
@@ -226,6 +261,9 @@ def _gpu_memory(cause: Cause, log: Log) -> Cause:
 def _host_memory(cause: Cause, log: Log) -> Cause:
     if "noisy_system_daemon" in log.findings:
         return replace(cause, weight=0.6, why="the killed process was the victim")
+    machine = "kernel_memory_leak" in log.findings or log.has("peers_normal")
+    if machine and any("memcg" not in one.text.lower() and "cgroup" not in one.text for one in cause.findings):
+        return _machine(replace(cause, id="host_memory_taken"), 0.8, "the job's processes are as large as everywhere")
     victims = {one.fields.get("thing", "") for one in cause.findings} - {""}
     if victims and not any(map(_OWN_PROGRAM.search, victims)):
         return replace(
@@ -313,6 +351,20 @@ def _loader_killed(cause: Cause, log: Log) -> Cause:
     return replace(cause, id="host_out_of_memory")
 
 
+def _rendezvous(cause: Cause, log: Log) -> Cause:
+    if log.has("pulling_image") or (log.has("restarted") and log.has("recovered")) or log.went_on:
+        return _passing(cause, "rendezvous_timeout_once", "restart_in_place", 0.62, "a node was late")
+    if any(re.search(r"joined|arrived|connected", one.text) for one in cause.findings):
+        return _passing(cause, "rendezvous_timeout", "retry_with_backoff", 0.5, "some nodes were late or missing")
+    return cause
+
+
+def _time_limit(cause: Cause, log: Log) -> Cause:
+    if log.has("saved"):
+        return replace(cause, category="none", action="no_action", transient=False, why="the job had saved before")
+    return cause
+
+
 def _killed(cause: Cause, log: Log) -> Cause:
     return replace(cause, category="unknown", action="investigate", transient=None)
 
@@ -373,6 +425,8 @@ _FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
     "reboot": _reboot,
     "recent_change": _recent_change,
     "remote_service": _remote,
+    "rendezvous": _rendezvous,
+    "time_limit": _time_limit,
     "scope": _scope,
     "scope_io": _scope_io,
     "scope_one": _scope_one,

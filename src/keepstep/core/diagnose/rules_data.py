@@ -10,7 +10,7 @@ DATA: tuple[Rule, ...] = (
         "corrupt_shard",
         r"CRC(?:32)? check failed|Not a gzipped file|tarfile\.(?:Read|Truncated|Header)\w*Error|BadZipFile|BadGzipFile|zlib\.error|zstd\S*.{0,60}(?:corrupt|Data corruption|Unknown frame|incomplete|error)|ZstdError|lz4.{0,40}(?:fail|corrupt)|unexpected end of (?:data|file|stream|archive)|Compressed file ended before|ArrowInvalid|Parquet magic bytes not found|Couldn't deserialize thrift|DataLossError|corrupted record|truncated record|DATA_LOSS|LMDB.{0,40}(?:corrupt|PAGE_NOTFOUND|invalid)|MDB_CORRUPTED|h5py.{0,60}(?:truncated|unable to open)|truncated file|(?:shard|sample|record|dataset|archive|"
         + _SHARD
-        + r")\S*.{0,60}(?:corrupt\w*|truncated|damaged|checksum (?:mismatch|error)|bad magic|hash mismatch)|(?:corrupt\w*|truncated|damaged|checksum mismatch).{0,60}"
+        + r")\S*.{0,60}(?:corrupt\w*|truncated|damaged|checksum (?:mismatch|error|fail\w*)|bad magic|hash mismatch)|(?:corrupt\w*|truncated|damaged|checksum (?:mismatch|fail\w*)).{0,80}"
         + _SHARD
         + r"|bad magic number|Index file.{0,40}(?:doesn't|does not) match|MMapIndexedDataset.{0,60}(?:assert|invalid)",
         "crc|not a gzipped|tarfile|badzip|badgzip|zlib|zstd|lz|unexpected end|compressed file ended|arrowinvalid|magic|thrift|dataloss|data_loss|corrupt|truncated|lmdb|mdb_|hpy|damaged|checksum|hash mismatch|index file|mmapindexed",
@@ -60,7 +60,7 @@ DATA: tuple[Rule, ...] = (
     ),
     data(
         "token_id_out_of_range",
-        r"(?:token|label|index|id)s? ?(?:id)?s? .{0,30}(?:>=|exceeds?|out of (?:range|vocab|bounds)|larger than|above).{0,40}(?:vocab|embedding|num_classes|rows|\d)|max (?:token )?id \d+|(?:tokenized|tokenised|tokenizer).{0,60}(?:different|another|wrong|mismatch|other) |vocab(?:ulary)?[_ ]size.{0,40}(?:mismatch|exceed|smaller|!=)|label.{0,30}(?:out of range|negative|invalid|mismatch)",
+        r"(?:token|label|index|id)s? ?(?:id)?s? .{0,30}(?:>=|exceeds?|out of (?:range|vocab|bounds)|larger than|above).{0,40}(?:vocab|embedding|num_classes|rows|\d)|max (?:token )?id \d+|(?:tokenized|tokenised|tokenizer).{0,60}(?:different|another|wrong|mismatch|other) |vocab(?:ulary)?[_ ]size.{0,40}(?:mismatch|exceed|smaller|!=)|labels?\S*:? \d+\.\.\d+|label.{0,30}(?:out of range|negative|invalid|mismatch)",
         "token|label|index|max id|vocab|ids",
         "ids in the data exceed the model's vocabulary",
         weight=0.84,
@@ -72,8 +72,8 @@ DATA: tuple[Rule, ...] = (
     ),
     data(
         "bad_sample",
-        r"(?:sample|record|document|doc|batch|shard|row|example|image|utterance|sequence)\b.{0,80}(?:all zero|all -100|all masked|empty|zero[- ](?:length|tokens)|nan in|contains? (?:nan|inf)|inf values|bad|malformed|duplicate|poisoned|outlier|degenerate|repeated \d+|garbage|constant|blank|hex dump|base64)|(?:label|loss|attention)[_ ]mask (?:is )?(?:all zero|empty)|(?:NaN|Inf|nan|inf)s? (?:in|found in) (?:the )?(?:input|batch|data|feature|label)s?\b|mean over 0 tokens|empty (?:batch|sequence|label)|skipping (?:that|this|the) (?:sample|batch|shard|document)",
-        "sample|record|document|doc|batch|shard|row|example|image|utterance|sequence|mask|nan|inf|mean over|empty|skipping",
+        r"(?:sample|record|document|doc|batch|shard|row|example|image|utterance|sequence)\b.{0,80}(?:all zero|all -100|all masked|empty|zero[- ](?:length|tokens)|nan in|contains? (?:nan|inf)|inf values|bad|malformed|duplicate|poisoned|outlier|degenerate|repeated \d+|garbage|constant|blank|hex dump|base64)|non-?empty TensorList|num_samples should be a positive|\b0 of \d+ (?:lines|samples|rows|records)|without (?:that|this|the) (?:sample|batch|shard|file)|\b(?:inf|nan) in \d+ of|(?:label|loss|attention)[_ ]mask (?:is )?(?:all zero|empty)|(?:NaN|Inf|nan|inf)s? (?:in|found in) (?:the )?(?:input|batch|data|feature|label)s?\b|mean over 0 tokens|empty (?:batch|sequence|label)|skipping (?:that|this|the) (?:sample|batch|shard|document)",
+        "sample|record|document|doc|batch|shard|row|example|image|utterance|sequence|mask|nan|inf|mean over|non-empty|nonempty|num_samples| of  lines|lines|rows|empty|skipping",
         "one sample of the data is degenerate",
         weight=0.8,
         family="data_value",

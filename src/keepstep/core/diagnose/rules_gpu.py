@@ -102,7 +102,7 @@ GPU: tuple[Rule, ...] = (
     ),
     infra(
         "gpu_driver_broken",
-        r"Failed to initialize NVML: (?!Driver)|NVIDIA-SMI has failed because it couldn't communicate|nvidia-smi.{0,40}(?:hangs|hung|timed out|no response)|cudaErrorSystemDriverMismatch|CUDA unknown error|Error 3: initialization error|forward compatibility was attempted on non supported HW",
+        r"Failed to initialize NVML: (?!Driver)|NVIDIA-SMI has failed because it couldn't communicate|nvidia-smi.{0,40}(?:hangs|hung|timed out|no response|does not (?:return|answer|respond)|stuck)|cudaErrorSystemDriverMismatch|CUDA unknown error|Error 3: initialization error|forward compatibility was attempted on non supported HW",
         "initialize nvml|couldn't communicate|nvidia-smi|systemdrivermismatch|cuda unknown error|initialization error|forward compatibility",
         "the GPU driver of this machine does not work",
         weight=0.72,
@@ -296,10 +296,10 @@ GPU: tuple[Rule, ...] = (
     ),
     infra(
         "tpu_fault",
-        r"TPU (?:worker|chip|core|node|slice).{0,60}(?:unhealthy|fail|preempted|reset|down|terminated)|libtpu.{0,40}(?:fatal|hardware|crash)|ICI link.{0,40}(?:down|fail)",
-        "tpu|ici link",
+        r"Core halted unexpectedly|Accelerator device halted|TPU (?:worker|chip|core|node|slice).{0,60}(?:unhealthy|fail|preempted|reset|down|terminated)|libtpu.{0,40}(?:fatal|hardware|crash)|ICI link.{0,40}(?:down|fail)",
+        "tpu|ici link|halted",
         "the TPU slice is unhealthy",
-        weight=0.75,
+        weight=0.9,
         source="Cloud TPU",
         samples="TPU worker 3 is unhealthy: chip 2 failed health check",
     ),
@@ -366,8 +366,8 @@ GPU: tuple[Rule, ...] = (
     ),
     harmless(
         "ecc_corrected",
-        r"\b(?:single[- ]bit|correct(?:ed|able)) ?(?:ECC|memory|DRAM|hardware)? ?errors?|ECC counters? zero|no Xid|\bcorrected\b.{0,20}error",
-        "single|correct|ecc counter|no xid",
+        r"\b(?:single[- ]bit|correct(?:ed|able)) ?(?:ECC|memory|DRAM|hardware)? ?errors?|ECC counters? zero|\bcorrected\b.{0,20}error",
+        "single|correct|ecc counter",
         "corrected errors, or none at all",
         source="drivers",
         samples=("GPU 3: 2 single-bit ECC errors corrected", "node-004: no Xid, ECC counters zero, DCGM level 3 pass"),

@@ -118,6 +118,15 @@ KERNEL: tuple[Rule, ...] = (
             "    Reason:       OOMKilled",
         ),
     ),
+    infra(
+        "kernel_memory_leak",
+        r"slab_unreclaimable:\d{8,}|(?:slab|SUnreclaim|kbslab)\D{0,12}(?:\d{8,}|\d{3,} ?Gi?B)|kmemleak",
+        "slab|sunreclaim|kmemleak",
+        "the kernel of the machine holds the memory",
+        weight=0.84,
+        source="Linux",
+        samples="kernel: Node 0 active_anon:11201kB inactive_anon:48112004kB slab_unreclaimable:960110244kB",
+    ),
     user(
         "segfault",
         r"segfault at|Segmentation fault|SIGSEGV|signal 11|exitcode\W+-11|traps: .* general protection|double free or corruption|free\(\): invalid|corrupted size vs|malloc\(\): |munmap_chunk|stack smashing",
@@ -160,8 +169,8 @@ KERNEL: tuple[Rule, ...] = (
     ),
     infra(
         "nic_failure",
-        r"mlx5\S*.*(?:health (?:compromised|poll failed|recovery)|fatal error|firmware (?:error|internal)|cmd\S* timeout|ENABLE_HCA.*timeout|wait_func.*timeout|device's health|hardware error|PCI (?:slot|error))|NETDEV WATCHDOG: (?P<link>\S+)|transmit queue \d+ timed out|(?:bnxt|ice|efa|irdma|hfi1|i40e)\S*.{0,60}(?:fatal|firmware|hang|reset required|unrecoverable)|insufficient power on the PCIe slot",
-        "mlx|netdev watchdog|transmit queue|bnxt|ice|efa|irdma|hfi|insufficient power",
+        r"mlx5\S*.*(?:health (?:compromised|poll failed|recovery)|fatal error|firmware (?:error|internal)|cmd\S* timeout|ENABLE_HCA.*timeout|wait_func.*timeout|device's health|hardware error|PCI (?:slot|error))|NETDEV WATCHDOG: (?P<link>\S+)|transmit queue \d+ timed out|\b(?:bnxt|ice|efa|irdma|hfi1|i40e)(?:_\w+)?\b.{0,60}(?:fatal|firmware|hang|reset required|unrecoverable)|efa\S* .{0,40}(?:Failed to process command|device did not send)|ena device did not send a completion",
+        "mlx|netdev watchdog|transmit queue|bnxt|ice|efa|irdma|hfi|ena device",
         "the network adapter of the machine failed",
         weight=0.86,
         source="Linux mlx5",
@@ -244,8 +253,8 @@ KERNEL: tuple[Rule, ...] = (
     ),
     harmless(
         "kernel_noise",
-        r"temperature/speed normal|ACCESS_REG\S*.*(?:failed|successful)|adding VLAN|mounted filesystem|kbifCacheVFInfo|nvidia-peermem.*invalid context|AER:\s+TLP Header|perf: interrupt took too long|ENERGY_PERF_BIAS|audit: |apparmor=",
-        "temperature/speed normal|access_reg|vlan|mounted filesystem|kbifcache|peermem|tlp header|interrupt took too long|energy_perf|audit|apparmor",
+        r"temperature/speed normal|insufficient power on the PCIe slot|ACCESS_REG\S*.*(?:failed|successful)|adding VLAN|mounted filesystem|kbifCacheVFInfo|nvidia-peermem.*invalid context|AER:\s+TLP Header|perf: interrupt took too long|ENERGY_PERF_BIAS|audit: |apparmor=",
+        "temperature/speed normal|insufficient power|access_reg|vlan|mounted filesystem|kbifcache|peermem|tlp header|interrupt took too long|energy_perf|audit|apparmor",
         "a note of the kernel without meaning for the job",
         weight=0.3,
         source="imbue-ai/cluster-health",

@@ -71,8 +71,8 @@ NETWORK: tuple[Rule, ...] = (
     ),
     infra(
         "rdma_device_broken",
-        r"ibv_(?:open_device|modify_qp\S*|query_\w+|create_qp|alloc_pd|get_async_event)\W.*fail|failed to (?:open|modify|query).{0,20}(?:ibv|qp|hca)|NET/IB ?: No device found|local catastrophic error|device fatal|Got async event ?: (?:device fatal|local catastrophic|GID table change)",
-        "ibv_|qp|hca|no device found|catastrophic|device fatal|async event",
+        r"ibv_(?:open_device|modify_qp\S*|query_\w+|create_qp|alloc_pd|get_async_event)\W.*fail|failed to (?:open|modify|query).{0,20}(?:ibv|qp|hca)|NET/IB ?: No device found|Failed to initialize any NET plugin|local catastrophic error|device fatal|Got async event ?: (?:device fatal|local catastrophic|GID table change)",
+        "ibv_|qp|hca|no device found|net plugin|catastrophic|device fatal|async event",
         "an InfiniBand or RoCE device cannot be used",
         role="symptom",
         weight=0.64,
@@ -85,8 +85,8 @@ NETWORK: tuple[Rule, ...] = (
     ),
     infra(
         "rdma_retry_exceeded",
-        r"Got completion (?:from peer (?P<peer>\S+?)(?:<\d+>)? )?with (?:status|error)=?:? ?(?:12|13|10|11|4|9)\b|IBV_WC_(?:RETRY_EXC|RNR_RETRY|REM_|LOC_)\w*|transport retry counter exceeded|ibv_poll_cq.*(?:error|fail)",
-        "got completion|ibv_wc|retry counter|ibv_poll_cq",
+        r"Got completion (?:from peer (?P<peer>\S+?)(?:<\d+>)? )?with (?:status|error)=?:? ?(?:12|13|10|11|4|9)\b|IBV_WC_(?:RETRY_EXC|RNR_RETRY|REM_|LOC_)\w*|transport retry counter exceeded|NET/OFI .*(?:completed with error|unresponsive|unreachable)|Unresponsive receiver|unreachable remote|ibv_poll_cq.*(?:error|fail)",
+        "got completion|net/ofi|unresponsive|unreachable remote|ibv_wc|retry counter|ibv_poll_cq",
         "an RDMA transfer got no answer from the other end",
         role="symptom",
         weight=0.4,
@@ -231,7 +231,7 @@ NETWORK: tuple[Rule, ...] = (
     ),
     harmless(
         "nccl_teardown_note",
-        r"destroy_process_group\(\) was not called|barrier\(\): using the device under current context|NCCL INFO (?!.*(?:fail|error|->))|using GPU \d+ to perform barrier|Guessing device ID|find_unused_parameters=True was specified|P2P is disabled|TORCH_NCCL_\w+ is (?:set|deprecated)|NCCL_ASYNC_ERROR_HANDLING|No NVTX",
+        r"destroy_process_group\(\) was not called|barrier\(\): using the device under current context|NCCL INFO (?!.*(?:fail|error|->|No device))|using GPU \d+ to perform barrier|Guessing device ID|find_unused_parameters=True was specified|P2P is disabled|TORCH_NCCL_\w+ is (?:set|deprecated)|NCCL_ASYNC_ERROR_HANDLING|No NVTX",
         "destroy_process_group|barrier|nccl info|find_unused_parameters|p is disabled|torch_nccl|nccl_async|device id",
         "a note of the collective library",
         weight=0.25,

@@ -18,8 +18,8 @@ PYTHON: tuple[Rule, ...] = (
     ),
     user(
         "library_mismatch",
-        r"undefined symbol|GLIBC(?:XX)?_[\d.]+'? not found|cannot open shared object file|version `\S+' not found|ABI|symbol lookup error|was compiled (?:against|with|using).{0,60}(?:different|but|NumPy 1)|numpy\.(?:dtype size changed|core\.multiarray failed)|incompatible (?:version|with)|requires? \S+ ?[<>=]=? ?[\d.]+,? but|VersionConflict|libcuda\.so",
-        "undefined symbol|glibc|shared object|not found|abi|symbol lookup|was compiled|dtype size|multiarray failed|incompatible|requires|require|versionconflict|libcuda",
+        r"undefined symbol|GLIBC(?:XX)?_[\d.]+'? not found|cannot open shared object file|version `\S+' not found|\bABI\b|symbol lookup error|was compiled (?:against|with|using).{0,60}(?:different|but|NumPy 1)|numpy\.(?:dtype size changed|core\.multiarray failed)|incompatible (?:version|librar|binar)\w*|requires? \S+ ?[<>=]=? ?[\d.]+,? but|VersionConflict",
+        "undefined symbol|glibc|shared object|not found|abi|symbol lookup|was compiled|dtype size|multiarray failed|incompatible|requires|require|versionconflict",
         "libraries of the image do not fit each other",
         weight=0.78,
         family="scope",
@@ -166,8 +166,8 @@ PYTHON: tuple[Rule, ...] = (
     ),
     user(
         "deadlock",
-        r"(?:deadlock|dead-?lock)(?:ed)? (?:detected|in)|waiting (?:on|for) (?:a )?lock|acquire \(threading|lock.{0,30}held by.{0,30}(?:fork|thread)|dead ?locked",
-        "deadlock|dead-lock|lock",
+        r"(?:deadlock|dead-?lock)(?:ed)? (?:detected|in)|waiting (?:on|for) (?:a |the )?lock|(?:__enter__|acquire|wait_for_lock) \((?:threading|multiprocessing)|acquire \(threading|lock.{0,30}held by.{0,30}(?:fork|thread)|dead ?locked",
+        "deadlock|dead-lock|lock|acquire|__enter__",
         "processes of the job wait for each other",
         role="symptom",
         weight=0.55,

@@ -31,6 +31,16 @@ STORAGE: tuple[Rule, ...] = (
         samples="node-000 kernel: nfs: server fs01 OK",
     ),
     infra(
+        "storage_mount_missing",
+        r"Failed to mount|Mount process exited|mount(?:point)?:? .{0,60}(?:not mounted|special device .* does not exist|unknown filesystem|failed)|is not mounted|not a mountpoint|mount\.\w+: .{0,60}(?:fail|denied|timed out|refused)",
+        "mount",
+        "a file system is not mounted on the machine",
+        weight=0.84,
+        family="scope",
+        source="systemd, mount",
+        samples="node-017 systemd[1]: Failed to mount /data.",
+    ),
+    infra(
         "lustre_evicted",
         r"LustreError.*|Lustre: .*(?:evict|lost connection|Connection to .* was lost|not responding)|(?:client|this node) was evicted by|mmfs\S*.{0,60}(?:expel|lost|fail)|GPFS.{0,60}(?:stale|expel|unmount|panic)|ceph.{0,60}(?:session lost|hung|evicted|socket closed|mds\d* (?:hung|down))|beegfs.{0,60}(?:error|unreachable)|Transport endpoint is not connected",
         "lustre|evicted|mmfs|gpfs|ceph|beegfs|transport endpoint",
@@ -100,8 +110,8 @@ STORAGE: tuple[Rule, ...] = (
     ),
     passing(
         "object_store_throttle",
-        r"(?<!HW )(?<!thermal )\bSlowDown\b|Please reduce your request rate|TooManyRequests|429 (?:Too Many|Client Error)|ServiceUnavailable|503 (?:Slow|Service|Server)|Throttl\w+|RequestLimitExceeded|rateLimitExceeded|InternalError.{0,40}(?:PutObject|GetObject|UploadPart)|ServerBusy|HTTP (?:Error )?(?:429|500|502|503|504)\b",
-        "slowdown|reduce your request|toomanyrequests|too many|serviceunavailable|slow|service|server|throttl|limitexceeded|internalerror|serverbusy|http",
+        r"(?<!HW )(?<!thermal )\bSlowDown\b|Please reduce your request rate|TooManyRequests|429 (?:Too Many|Client Error)|Service ?Unavailable|error occurred \((?:500|502|503)\)|503 (?:Slow|Service|Server)|Throttl\w+|RequestLimitExceeded|rateLimitExceeded|InternalError.{0,40}(?:PutObject|GetObject|UploadPart)|ServerBusy|HTTP (?:Error )?(?:429|500|502|503|504)\b",
+        "slowdown|reduce your request|toomanyrequests|too many|serviceunavailable|unavailable|error occurred|slow|service|server|throttl|limitexceeded|internalerror|serverbusy|http",
         "the object store asks for fewer requests",
         weight=0.74,
         source="DistributedScience/Distributed-CellProfiler#123",
