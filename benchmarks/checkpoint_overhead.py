@@ -12,15 +12,13 @@ trainers, which real nodes' spare cores would do.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import random
 import statistics
 import sys
 
 from benchmarks.progress import spread
-from benchmarks.turns import Lane, ratios, scratch, take_turns
+from benchmarks.turns import arguments, compare, ratios
 from keepstep.cli.demo_cluster import end_on_sigterm
 
 SNAPSHOT_BOUND = 1.03
@@ -30,38 +28,26 @@ LANES = {"none": (1, "0"), "snapshots": (1, "1"), "none_2": (2, "0"), "replicate
 
 
 def main() -> int:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--repeats", type=int, default=20, help="rounds")
-    ask.add_argument("--block", type=int, default=40, help="steps per turn")
-    ask.add_argument("--ranks", type=int, default=2, help="in all; even")
-    ask.add_argument("--batch", type=int, default=8, help="sequences per rank")
+    ask = arguments(__doc__)
     ask.add_argument("--width", type=int, default=128, help="of the model: the state grows with its square")
     ask.add_argument("--overhead", default="", help="--ckpt-overhead of the jobs with snapshots")
-    ask.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    ask.add_argument("--json", action="store_true")
     args = ask.parse_args()
     if args.ranks % 2:
         ask.error(f"--ranks {args.ranks} must be even: two nodes share them")
     end_on_sigterm()
-    print(f"seed {args.seed}", file=sys.stderr)
-
-    lanes: dict[str, Lane] = {}
-    with scratch() as home:
-        try:
-            for name, (nodes, every) in LANES.items():
-                flags = ["--snapshot-every", every]
-                flags += ["--ckpt-overhead", args.overhead] if args.overhead and every != "0" else []
-                words = ["--batch", str(args.batch), "--width", str(args.width)]
-                lanes[name] = Lane(
-                    home / name, name.replace("_", "-"), ranks=args.ranks, nodes=nodes, block=args.block,
-                    words=words, flags=flags,
-                )  # fmt: skip
-                lanes[name].open()
-                lanes[name].turn()
-            times = take_turns(lanes, list(LANES), args.repeats, random.Random(args.seed))
-        finally:
-            for lane in lanes.values():
-                lane.close()
+    words = ["--batch", str(args.batch), "--width", str(args.width)]
+    budget = ("--ckpt-overhead", args.overhead) if args.overhead else ()
+    jobs = {
+        name: {
+            "ranks": args.ranks,
+            "nodes": nodes,
+            "block": args.block,
+            "words": words,
+            "flags": ("--snapshot-every", every, *(budget if every != "0" else ())),
+        }
+        for name, (nodes, every) in LANES.items()
+    }
+    times = compare(jobs, rounds=args.repeats, seed=args.seed)
 
     snapshot, replicated = ratios(times, "snapshots", "none"), ratios(times, "replicated", "none_2")
     found = {

@@ -7,14 +7,12 @@ Three jobs take turns (``benchmarks.turns``). ``sdk_ratio`` 1.01 means one perce
 
 from __future__ import annotations
 
-import argparse
 import json
-import random
 import statistics
 import sys
 
 from benchmarks.progress import spread
-from benchmarks.turns import Lane, ratios, scratch, take_turns
+from benchmarks.turns import arguments, compare, ratios
 from keepstep.cli.demo_cluster import end_on_sigterm
 
 LANES: dict[str, tuple[str, ...] | None] = {
@@ -25,33 +23,11 @@ LANES: dict[str, tuple[str, ...] | None] = {
 
 
 def main() -> int:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--repeats", type=int, default=20, help="rounds")
-    ask.add_argument("--block", type=int, default=40, help="steps per turn")
-    ask.add_argument("--ranks", type=int, default=2)
-    ask.add_argument("--batch", type=int, default=8)
-    ask.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    ask.add_argument("--json", action="store_true")
-    args = ask.parse_args()
+    args = arguments(__doc__).parse_args()
     end_on_sigterm()
-    print(f"seed {args.seed}", file=sys.stderr)
-
-    order = random.Random(args.seed)
-    names = list(LANES)
-    lanes: dict[str, Lane] = {}
-    with scratch() as home:
-        try:
-            for name, flags in LANES.items():  # one after the other, so that starts do not starve one another
-                lanes[name] = Lane(
-                    home / name, name, ranks=args.ranks, block=args.block, words=["--batch", str(args.batch)],
-                    flags=flags,
-                )  # fmt: skip
-                lanes[name].open()
-                lanes[name].turn()
-            times = take_turns(lanes, names, args.repeats, order)
-        finally:
-            for lane in lanes.values():
-                lane.close()
+    common = {"ranks": args.ranks, "block": args.block, "words": ["--batch", str(args.batch)]}
+    jobs = {name: {**common, "flags": flags} for name, flags in LANES.items()}
+    times = compare(jobs, rounds=args.repeats, seed=args.seed)
 
     sdk, snapshot = ratios(times, "sdk", "bare"), ratios(times, "snapshots", "bare")
     found = {

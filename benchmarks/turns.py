@@ -5,6 +5,7 @@ Each ratio is of two blocks of the same round, so a slow minute of the machine t
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import shutil
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from benchmarks.progress import Progress, until
 from benchmarks.torchrun_lane import Torchrun
@@ -109,6 +111,38 @@ def scratch() -> Iterator[Path]:
         yield home
     finally:
         shutil.rmtree(home, ignore_errors=True)
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """What every benchmark of this kind can be told."""
+    ask = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--repeats", type=int, default=20, help="rounds")
+    ask.add_argument("--block", type=int, default=40, help="steps per turn")
+    ask.add_argument("--ranks", type=int, default=2, help="in all")
+    ask.add_argument("--batch", type=int, default=8, help="sequences per rank")
+    ask.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="of the order of turns")
+    ask.add_argument("--json", action="store_true")
+    return ask
+
+
+def compare(jobs: Mapping[str, Mapping[str, Any]], *, rounds: int, seed: int) -> Mapping[str, list[float]]:
+    """Start a lane for each job, let them take turns, and end them; each one's step times in milliseconds.
+
+    Args:
+        jobs: arguments of ``Lane``, by name.
+    """
+    print(f"seed {seed}", file=sys.stderr)
+    lanes: dict[str, Lane] = {}
+    with scratch() as home:
+        try:
+            for name, options in jobs.items():  # one after the other, so that starts do not starve one another
+                lanes[name] = Lane(home / name, name.replace("_", "-"), **options)
+                lanes[name].open()
+                lanes[name].turn()
+            return take_turns(lanes, list(lanes), rounds, random.Random(seed))
+        finally:
+            for lane in lanes.values():
+                lane.close()
 
 
 def take_turns(
