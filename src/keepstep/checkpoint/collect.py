@@ -70,8 +70,12 @@ def collect(
     by_itself: bool = False,
     now: Now = time.time_ns,
     dry_run: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> Collected:
     """Remove what retention does not keep, oldest first, and what interrupted writers left.
+
+    Args:
+        check: called before each removal; what it raises ends the collection.
 
     Raises:
         TierError: the tier's own troubles; what was done until then stays done.
@@ -82,6 +86,7 @@ def collect(
     if dry_run:
         return Collected(removed=going, kept=kept)
     for verdict in reversed(going):  # a difference before what it rests on
+        check()
         remove(tier, verdict.version)
     return Collected(removed=going, kept=kept, leftovers=tier.sweep(LEFTOVER_S))
 

@@ -20,6 +20,7 @@ from msgspec import Struct
 from keepstep.checkpoint.exceptions import CheckpointError, ManifestDamaged, PayloadDamaged
 from keepstep.checkpoint.safetensors_header import DTYPES
 from keepstep.checkpoint.slot import TensorEntry
+from keepstep.checkpoint.staging import staged
 from keepstep.checkpoint.whole import Whole, WholeTensor
 
 FILE_BYTES = 5 * 1000**3
@@ -61,15 +62,23 @@ def export(
     weights_only: bool = False,
     file_bytes: int = FILE_BYTES,
     progress: Progress | None = None,
+    told: Callable[[str], None] = lambda _: None,
 ) -> Exported:
-    """Write the tensors of a generation as consolidated files.
+    """Write the tensors of a generation as consolidated files, all or none.
+
+    Args:
+        told: hears of what an interrupted export had left there.
 
     Raises:
         CheckpointError: the directory holds safetensors files already, or two modules' tensors share a name.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    if there := sorted(directory.glob("*.safetensors")):
-        raise CheckpointError(f"{directory} holds {there[0].name} already; name an empty directory")
+    with staged(directory, told) as files:
+        if there := sorted(directory.glob("*.safetensors")):
+            raise CheckpointError(f"{directory} holds {there[0].name} already; name an empty directory")
+        return _export(whole, files, weights_only, file_bytes, progress)
+
+
+def _export(whole: Whole, directory: Path, weights_only: bool, file_bytes: int, progress: Progress | None) -> Exported:
     modules = {one.of for one in whole.tensors if one.kind != "o"}
     optimizers = {one.of for one in whole.tensors if one.kind == "o"}
     model = [(_called(one, len(modules) > 1), one) for one in whole.tensors if one.kind != "o"]

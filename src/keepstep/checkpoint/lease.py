@@ -17,12 +17,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 from msgspec import Struct
 
-from keepstep.checkpoint.exceptions import TierDenied, TierFull, TierHeld, TierMissing
+from keepstep.checkpoint.exceptions import CheckpointError, TierDenied, TierFull, TierHeld, TierMissing
 from keepstep.checkpoint.process import place, started
 from keepstep.ports.tier import Tier
 
@@ -171,3 +171,36 @@ class Claim:
         if found.writer == mine("", "", 0).writer or (found.job, found.run) == (self._job, self._run):
             return True
         return not living(found, now_ns) or (found.job == self._job and found.since_ns < self._since_ns)
+
+
+@contextlib.contextmanager
+def held(tier: Tier, who: str) -> Iterator[Callable[[], None]]:
+    """A command's claim on a tier for as long as the block lasts: jobs that start meanwhile wait as for another job.
+
+    Yields:
+        What raises ``TierHeld`` when another run has taken the place over all the same.
+
+    Raises:
+        TierHeld: a run is at work there.
+        TierError: the tier's own troubles.
+    """
+    claim, ending = Claim(), threading.Event()
+    claim.leads = True
+    claim.belongs(who, f"{socket.gethostname()} {os.getpid()} {time.time_ns()}")
+    claim.admit(tier)
+
+    def renew() -> None:
+        while not ending.wait(CHECK_S):
+            if claim.due:
+                with contextlib.suppress(CheckpointError):
+                    claim.admit(tier)
+
+    renewing = threading.Thread(target=renew, name="lease", daemon=True)
+    renewing.start()
+    try:
+        yield lambda: claim.admit(tier)
+    finally:
+        ending.set()
+        renewing.join(CHECK_S)
+        with contextlib.suppress(CheckpointError):
+            claim.release(tier)

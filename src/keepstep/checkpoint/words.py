@@ -158,7 +158,8 @@ def size(value: str | float) -> float | None:
     if not found:
         return None
     base = 1024 if found[3] else 1000
-    return float(found[1]) * base ** _POWER[found[2]] / (8 if found[4] == "bit" else 1)
+    power: int = base ** _POWER[found[2]]
+    return float(found[1]) * power / (8 if found[4] == "bit" else 1)
 
 
 def place(text: str | os.PathLike[str], name: str) -> str:

@@ -10,9 +10,9 @@ from keepstep.checkpoint.export_safetensors import FILE_BYTES, Folder, export, l
 from keepstep.checkpoint.reader import Reader
 from keepstep.checkpoint.room import show as size_of
 from keepstep.checkpoint.slot import Version
-from keepstep.checkpoint.tiers.open import open_tier
 from keepstep.checkpoint.whole import Whole
-from keepstep.cli.ckpt_place import PATIENCE_S, Place, bar, door, pick, place
+from keepstep.cli.ckpt_made import endable, target
+from keepstep.cli.ckpt_place import PATIENCE_S, Place, bar, door, pick
 from keepstep.cli.errors import DoorError, UsageError
 from keepstep.cli.render import Column, check_form, show
 from keepstep.cli.say import say
@@ -27,11 +27,11 @@ def restore(at: Place, step: int | None, to: str, output: str) -> int:
     with door(at.tier):
         found = pick(at.tier, step)
     with door(at.tier, found):
-        tier = open_tier(to, "remote", create=True, budget_s=PATIENCE_S)
         reader = Reader([at.tier], found.version, told=lambda damage: say(damage.why))
         total = sum(reader.part(rank).payload for rank in range(found.world_size))
-        with bar(f"step {found.version.step}", total) as told:
-            imported.copy(reader, tier, progress=told)
+        where, what = words.place(to, "--to"), f"step {found.version.step}"
+        with target(where, "keepstep ckpt restore", PATIENCE_S) as tier, bar(what, total) as told:
+            imported.copy(reader, tier, progress=told, told=say)
     return _told("CheckpointRestored", found.version.step, "keepstep", total, to, form)
 
 
@@ -41,14 +41,16 @@ def export_to(at: Place, step: int | None, to: str, format: Format, weights_only
     with door(at.tier):
         found = pick(at.tier, step)
     more: dict[str, Any] = {}
-    with door(at.tier, found):
+    with door(at.tier, found), endable():
         whole = Whole(Reader([at.tier], found.version, told=lambda damage: say(damage.why)))
         wanted = [one for one in whole.tensors if not (weights_only and one.kind == "o")]
         with bar(f"step {found.version.step}", sum(one.nbytes for one in wanted)) as told:
             if format == "dcp":
-                total = _dcp().export(whole, directory, weights_only=weights_only, progress=told)
+                total = _dcp().export(whole, directory, weights_only=weights_only, progress=told, told=say)
             else:
-                done = export(whole, directory, weights_only=weights_only, file_bytes=FILE_BYTES, progress=told)
+                done = export(
+                    whole, directory, weights_only=weights_only, file_bytes=FILE_BYTES, progress=told, told=say
+                )
                 total, more = done.bytes, {"files": list(done.files), "as_bytes": list(done.as_bytes)}
                 if done.as_bytes:
                     say(f"{len(done.as_bytes)} tensors have a dtype that safetensors does not know; kept as bytes (U8)")
@@ -73,19 +75,21 @@ def import_from(
             f"--step {step} must be 0 or more, and {words.MAX_COUNT} or less",
             help="the number of steps that the checkpoint stands for",
         )
-    directory = _directory(source)
-    tier = place(to, "", create=True).tier
+    directory, dcp = _directory(source), _dcp() if format == "dcp" else None
     with door():
-        with bar(f"step {step}", 0) as told:
-            if format == "dcp":
-                manifest = _dcp().import_dcp(
-                    directory, tier, step=step, job=job, model=model, optimizer=optimizer, also=also, progress=told
+        payload = Folder(look(directory), model) if dcp is None else None
+        with (
+            target(words.place(to, "--to"), "keepstep ckpt import", PATIENCE_S) as tier,
+            bar(f"step {step}", 0) as told,
+        ):
+            if payload is not None:
+                manifest = imported.write(
+                    tier, Version(step, 0), payload, job=job, plain=imported.plain(), progress=told, told=say
                 )
             else:
-                payload = Folder(look(directory), model)
-                manifest = imported.write(
-                    tier, Version(step, 0), payload, job=job, plain=imported.plain(), progress=told
-                )
+                assert dcp is not None
+                names = {"model": model, "optimizer": optimizer, "also": also}
+                manifest = dcp.import_dcp(directory, tier, step=step, job=job, progress=told, told=say, **names)
     return _told("CheckpointImported", step, format, sum(part.bytes for part in manifest.parts), to, form)
 
 

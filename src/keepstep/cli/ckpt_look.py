@@ -6,10 +6,11 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from keepstep.checkpoint import archive, catalog, collect
+from keepstep.checkpoint import archive, catalog, collect, lease
 from keepstep.checkpoint.catalog import Generation
 from keepstep.checkpoint.exceptions import GenerationIncomplete, ManifestDamaged, PayloadDamaged
 from keepstep.checkpoint.room import show as size_of
+from keepstep.cli.ckpt_made import held
 from keepstep.cli.ckpt_place import Place, bar, confirm, door, older, pick
 from keepstep.cli.errors import DoorError, UsageError
 from keepstep.cli.render import Column, check_form, show
@@ -187,6 +188,14 @@ def gc(at: Place, policy: CheckpointPolicy | None, dry_run: bool, yes: bool, out
         raise UsageError("say what to keep", help="for example --keep 3, or --job NAME for that job's own policy")
     alone = at.tier.label == "local"
     with door():
+        found, now_ns = lease.read(at.tier), time.time_ns()
+        if found is not None and lease.living(found, now_ns):
+            why = lease.explain(found, at.tier.where, now_ns)
+            if not dry_run:
+                raise DoorError(
+                    f"nothing is removed: {why}", help="a running job removes by its own policy; --dry-run looks"
+                )
+            say(f"this could not be done now: {why}")
         plan = collect.collect(at.tier, policy, by_itself=alone, dry_run=True)
     verdicts = sorted((*plan.kept, *plan.removed), key=lambda one: one.version, reverse=True)
     rows = [
@@ -200,8 +209,8 @@ def gc(at: Place, policy: CheckpointPolicy | None, dry_run: bool, yes: bool, out
         if not confirm(f"Remove {plural(len(plan.removed), 'checkpoint')} (step {steps}) of {at.tier.where}?", yes):
             return 1
     if not dry_run:
-        with door():
-            collect.collect(at.tier, policy, by_itself=alone)
+        with door(), held(at.tier, "keepstep ckpt gc") as check:
+            collect.collect(at.tier, policy, by_itself=alone, check=check)
         done = True
     answer = {
         "schema": f"{SCHEMA}CheckpointCollection",

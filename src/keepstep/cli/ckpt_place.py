@@ -20,6 +20,7 @@ from keepstep.checkpoint.exceptions import (
     TierDenied,
     TierMissing,
 )
+from keepstep.checkpoint.generation import manifest_name
 from keepstep.checkpoint.tiers.open import open_tier
 from keepstep.cli.errors import DoorError, NotFound, UsageError
 from keepstep.cli.say import say
@@ -38,7 +39,7 @@ class Place(NamedTuple):
     policy: CheckpointPolicy | None = None
 
 
-def place(url: str, job: str, state_dir: str = "", *, create: bool = False) -> Place:
+def place(url: str, job: str, state_dir: str = "") -> Place:
     """The tier that a URL names, or that a job of this machine writes to (the shared one before the local one).
 
     Raises:
@@ -59,7 +60,7 @@ def place(url: str, job: str, state_dir: str = "", *, create: bool = False) -> P
                 f"job {job} keeps no durable checkpoints", help="give --ckpt-dir to keepstep run, or name a path or URL"
             )
     with door():
-        return Place(open_tier(url, label, create=create, budget_s=PATIENCE_S), policy)
+        return Place(open_tier(url, label, budget_s=PATIENCE_S), policy)
 
 
 def _policy_of(job: str, state_dir: str) -> CheckpointPolicy:
@@ -125,19 +126,34 @@ def door(tier: Tier | None = None, of: Generation | None = None) -> Iterator[Non
         yield
     except BadSetting as error:
         raise UsageError(error.args[0], help=error.help) from error
-    except (PayloadDamaged, ManifestDamaged, LayoutMismatch, GenerationIncomplete) as error:
+    except (PayloadDamaged, ManifestDamaged, LayoutMismatch, GenerationIncomplete, TierMissing) as error:
+        if tier is not None and of is not None and _is_gone(tier, of):
+            raise DoorError(
+                f"step {of.version.step} was removed from {tier.where} while it was read", help=older(tier, of)
+            ) from error
+        if isinstance(error, TierMissing):
+            raise NotFound(
+                str(error), help="check the path or URL; a job's is told by `keepstep ckpt ls --job NAME`"
+            ) from error
         help = older(tier, of) if tier is not None and of is not None else "`keepstep ckpt ls` shows what is complete"
         raise DoorError(f"damaged: {error}", help=help) from error
-    except TierMissing as error:
-        raise NotFound(
-            str(error), help="check the path or URL; a job's is told by `keepstep ckpt ls --job NAME`"
-        ) from error
     except TierDenied as error:
         raise DoorError(str(error), help="check spelling, permissions and credentials") from error
     except TierAway as error:
         raise DoorError(str(error), help="try again when the file system or the network is back") from error
     except CheckpointError as error:
         raise DoorError(str(error)) from error
+
+
+def _is_gone(tier: Tier, of: Generation) -> bool:
+    """Whether a generation that was there has been removed meanwhile."""
+    try:
+        tier.size(manifest_name(of.version))
+    except TierMissing:
+        return True
+    except CheckpointError:
+        return False
+    return False
 
 
 @contextmanager

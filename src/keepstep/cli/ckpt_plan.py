@@ -125,10 +125,10 @@ def _check(question: Question) -> None:
             raise UsageError(f"{_flag(name)} {value} must be {bound} or more", help=f"for example {_flag(name)} 8")
     for name in ("step_s", "device_gbps", "peer_gbps", "local_gbps", "remote_gbps"):
         value, zero = getattr(question, name), name not in ("step_s", "device_gbps")
-        least, most = (LEAST_STEP_S, MOST_STEP_S) if name == "step_s" else (LEAST_GBPS, MOST_GBPS)
-        if value is not None and not (least <= value <= most or (zero and value == 0)):
+        low, high = (LEAST_STEP_S, MOST_STEP_S) if name == "step_s" else (LEAST_GBPS, MOST_GBPS)
+        if value is not None and not (low <= value <= high or (zero and value == 0)):
             hint_ = "; 0 leaves the tier out" if zero else ""
-            must = f"be at most {most:g}" if value > most else f"be above 0, {least:g} at least"
+            must = f"be at most {high:g}" if value > high else f"be above 0, {low:g} at least"
             raise UsageError(f"{_flag(name)} {value:g} must {must}", help=f"for example {_flag(name)} 25{hint_}")
     for name, bound in {
         "gpus_per_node": MAX_PER_NODE,

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -26,6 +27,7 @@ from keepstep.checkpoint import imported
 from keepstep.checkpoint.exceptions import CheckpointError
 from keepstep.checkpoint.generation import Manifest
 from keepstep.checkpoint.slot import TensorEntry, Version, lay_out
+from keepstep.checkpoint.staging import STAGE, staged
 from keepstep.checkpoint.whole import Whole, WholeTensor
 from keepstep.ports.tier import Tier
 from keepstep.trainer.plain_torch import decode_plain, encode_plain
@@ -33,38 +35,55 @@ from keepstep.trainer.plain_torch import decode_plain, encode_plain
 Progress = Callable[[int], None]
 PIECE = 16 * 1024 * 1024
 """Bytes of a tensor that are written at a time."""
-STAGE = "keepstep-stage"
+TOGETHER = "tensors"
 """File beside the export in which tensors are put together before DCP writes them; gone afterwards."""
 
 
 # -------------------------------------------------------------------- export
 
 
-def export(whole: Whole, directory: Path, *, weights_only: bool = False, progress: Progress | None = None) -> int:
-    """Write a generation as a DCP folder and return its tensors' bytes.
+def export(
+    whole: Whole,
+    directory: Path,
+    *,
+    weights_only: bool = False,
+    progress: Progress | None = None,
+    told: Callable[[str], None] = lambda _: None,
+) -> int:
+    """Write a generation as a DCP folder, all of it or nothing, and return its tensors' bytes.
+
+    Args:
+        told: hears of what an interrupted export had left there.
 
     Raises:
         CheckpointError: the folder holds something already, or a tensor cannot be put together.
     """
-    if directory.exists() and any(directory.iterdir()):
-        raise CheckpointError(f"{directory} is not empty; name an empty directory for the export")
-    directory.mkdir(parents=True, exist_ok=True)
+    with staged(directory, told) as files:
+        if any(path.name != STAGE for path in directory.iterdir()):
+            raise CheckpointError(f"{directory} is not empty; name an empty directory for the export")
+        return _export(whole, files, weights_only, progress)
+
+
+def _export(whole: Whole, directory: Path, weights_only: bool, progress: Progress | None) -> int:
     wanted = [one for one in whole.tensors if not (weights_only and one.kind == "o")]
     offsets, size = lay_out([one.nbytes for one in wanted])
-    stage = directory / STAGE
+    together = directory.parent / TOGETHER
     try:
-        memory = _staged(stage, size)
+        memory = _mapped(together, size)
         whole.fill(list(zip(wanted, offsets, strict=True)), memory.numpy().data, progress)
         tensors = [(one, _view(memory, one, offset)) for one, offset in zip(wanted, offsets, strict=True)]
         with warnings.catch_warnings():  # that this is one process is meant
             warnings.simplefilter("ignore", UserWarning)
             save(_tree(whole, tensors, weights_only), checkpoint_id=str(directory), no_dist=True)
+    except CheckpointException as error:  # no Exception, and shows whole tracebacks
+        causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+        raise CheckpointError(f"{directory.parent.parent} cannot be written as a DCP folder: {causes}") from error
     finally:
-        stage.unlink(missing_ok=True)
+        together.unlink(missing_ok=True)
     return sum(one.nbytes for one in wanted)
 
 
-def _staged(path: Path, size: int) -> Tensor:
+def _mapped(path: Path, size: int) -> Tensor:
     """A file as memory: the page cache holds what fits, the disk the rest."""
     try:
         with path.open("wb") as file:
@@ -126,6 +145,7 @@ def import_dcp(
     optimizer: str = "optimizer",
     also: Sequence[str] = (),
     progress: Progress | None = None,
+    told: Callable[[str], None] = lambda _: None,
 ) -> Manifest:
     """A generation out of a DCP folder that holds ``{"model": ..., "optimizer": ...}`` or the like.
 
@@ -167,6 +187,7 @@ def import_dcp(
         job=job,
         plain=encode_plain(plain, str(directory)),
         progress=progress,
+        told=told,
     )
 
 
