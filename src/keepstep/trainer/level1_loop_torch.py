@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from keepstep.checkpoint.exceptions import CheckpointError
 from keepstep.checkpoint.slot import Version
 from keepstep.model import env
 from keepstep.trainer.attendant import FINISH_S
 from keepstep.trainer.attended import say
-from keepstep.trainer.exceptions import StateMismatch, StateNotPlain
 from keepstep.trainer.final import say_if_over, until_durable
 from keepstep.trainer.gate import Gate, needs_replica
 from keepstep.trainer.pacing_torch import Pacing
 from keepstep.trainer.recovery_torch import Found, Restorer, everybody_is_here
+from keepstep.trainer.saver import Saver
 from keepstep.trainer.steps import Step, require_entered
 
 if TYPE_CHECKING:
@@ -32,7 +31,8 @@ class Level1Loop:
         self.done = start
         self._pacing = Pacing(part.snapshots, part.rank, total)
         self._gate = Gate(part.snapshots, part.rank, lambda: False)
-        self._failing = self._handed = self._gated = False
+        self._saver = Saver(part.snapshots, part.rank, replaced=False)
+        self._handed = self._gated = False
 
     def run(self) -> Iterator[Step]:
         self._enter()
@@ -120,15 +120,7 @@ class Level1Loop:
         part.state.settle_buckets()
         self.done = done
         part.state.touched = False
-        try:
-            self._save(Version(done, part.roster.epoch))
-            self._failing = False
-        except (StateNotPlain, StateMismatch):
-            raise
-        except (CheckpointError, OSError) as error:
-            if not self._failing:
-                say(part.rank, f"no snapshot of step {done}: {error}; training goes on, this is said once")
-            self._failing = True
+        self._save(Version(done, part.roster.epoch))
         if self._pacing.agree(done):
             self._set_gate()
         if part.has_buddy and not self._gated:
@@ -148,7 +140,7 @@ class Level1Loop:
                 everybody_is_here()
                 if version.step < self._total:  # the last step is handed over at the end of the loop
                     pacing.agree_to_hold(version.step)
-            part.snapshots.save(
+            self._saver.save(
                 part.state,
                 version,
                 key=part.roster.key,
