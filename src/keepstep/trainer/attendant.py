@@ -104,14 +104,20 @@ class Helper:
     def __init__(self, role: Role, argv: list[str], log: Path) -> None:
         self.role, self.argv, self._log = role, argv, log
         self._process: asyncio.subprocess.Process | None = None
-        self.stopping = False
+        self._asked = asyncio.Event()
         self.gone = asyncio.Event()
+        """There is no process, and none will be started."""
         self._task = asyncio.get_running_loop().create_task(self._live())
 
     async def _live(self) -> None:
+        try:
+            await self._keep_running()
+        finally:
+            self.gone.set()
+
+    async def _keep_running(self) -> None:
         delay = 0.0
-        while True:
-            await asyncio.sleep(delay)
+        while not self.stopping:
             began = time.monotonic()
             with self._log.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
@@ -121,24 +127,39 @@ class Helper:
                     stderr=log,
                     preexec_fn=_die_with_parent,
                 )
+            if self.stopping:  # asked to end while it was being started: nobody else knows of this process
+                self._signal(signal.SIGTERM)
             code = await self._process.wait()
             if self.stopping:
-                self.gone.set()
                 return
             lived = time.monotonic() - began
             delay = FIRST_RETRY_S if lived > LAST_RETRY_S else min(LAST_RETRY_S, max(FIRST_RETRY_S, delay * 2))
             print(f"the {self.role} ended with {code}; next start in {delay:g} s", flush=True)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), delay)
+
+    @property
+    def stopping(self) -> bool:
+        return self._asked.is_set()
+
+    def retire(self) -> None:
+        """It may end when it has nothing more to do, and is not started again."""
+        self._asked.set()
 
     async def end(self) -> None:
-        """SIGTERM, then SIGKILL."""
-        self.stopping = True
+        """SIGTERM, then SIGKILL; back when there is no process, also of a start that was under way."""
+        self.retire()
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if self._process is not None and self._process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.send_signal(number)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.gone.wait(), END_S)
-        self._task.cancel()
+            self._signal(number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.gone.wait(), END_S)
+                break
+        await asyncio.wait([self._task])
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
 
 
 class Attendant:
@@ -263,7 +284,7 @@ class Attendant:
         archiver = self._helpers.pop("archiver", None)
         if archiver is None:
             return True
-        archiver.stopping = True
+        archiver.retire()
         telling = asyncio.get_running_loop().create_task(self._tell_archiver(archiver))
         try:
             await asyncio.wait_for(archiver.gone.wait(), FINISH_S)
