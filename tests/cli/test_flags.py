@@ -356,13 +356,15 @@ class TestCheckpoints:
 
     def test_a_directory_that_cannot_be_written_is_refused_before_the_run(self, tmp_path: Path) -> None:
         """The probe writes and leaves nothing; a file in the way is named with the flag."""
-        policy.check(CheckpointPolicy(dir=str(tmp_path / "new" / "deep"), local_dir=str(tmp_path / "local")))
+        policy.check(
+            CheckpointPolicy(dir=str(tmp_path / "new" / "deep"), local_dir=str(tmp_path / "local")), tmp_path / "state"
+        )
         assert list((tmp_path / "new" / "deep").iterdir()) == []
         (tmp_path / "file").write_text("")
         with pytest.raises(PreflightError, match=r"--ckpt-dir .*file/x cannot be written"):
-            policy.check(CheckpointPolicy(dir=str(tmp_path / "file" / "x")))
+            policy.check(CheckpointPolicy(dir=str(tmp_path / "file" / "x")), tmp_path / "state")
         with pytest.raises(PreflightError, match="file cannot be written: it is a file"):
-            policy.check(CheckpointPolicy(dir=str(tmp_path / "file")))
+            policy.check(CheckpointPolicy(dir=str(tmp_path / "file")), tmp_path / "state")
 
     def test_a_directory_that_another_running_job_writes_to_is_told_of(self, tmp_path: Path) -> None:
         """Not the job's own, not what a dead or silent writer left, not what nobody has written."""

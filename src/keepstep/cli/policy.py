@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from keepstep.checkpoint import lease, words
+from keepstep.checkpoint import lease, mounts, words
 from keepstep.checkpoint.exceptions import BadSetting, TierError
 from keepstep.checkpoint.tiers.open import is_directory, open_tier
+from keepstep.cli import places
 from keepstep.cli.errors import DoorError, PreflightError, UsageError
 from keepstep.model.settings import CheckpointPolicy
 from keepstep.model.topology import Layout
@@ -62,8 +63,11 @@ def idle_flags(policy: CheckpointPolicy, given: frozenset[str]) -> list[str]:
     return remarks
 
 
-def check(policy: CheckpointPolicy) -> None:
-    """Extras are installed and directories can be written: made, written, fsynced, removed again.
+def check(policy: CheckpointPolicy, state: Path) -> None:
+    """Extras are installed, and directories lie where they should and can be written: made, written, fsynced, removed.
+
+    Args:
+        state: the state directory, which remembers where ``--ckpt-dir`` has been.
 
     Raises:
         PreflightError: with the first thing that cannot work.
@@ -74,7 +78,15 @@ def check(policy: CheckpointPolicy) -> None:
         raise PreflightError(f"--ckpt-full-every {policy.full_every} needs zstandard and numpy", help=EXTRA)
     for flag, where in (("--ckpt-dir", policy.dir), ("--ckpt-local-dir", policy.local_dir)):
         if where and "://" not in where:
-            check_directory(Path(where), flag)
+            path = Path(where)
+            if why := mounts.missing(path) or (places.lost(path, state) if where == policy.dir else ""):
+                raise PreflightError(
+                    f"{flag} {path} is not what it should be: {why}",
+                    help=f"mount it, or set {flag} to another directory",
+                )
+            check_directory(path, flag)
+            if where == policy.dir:
+                places.remember(path, state)
 
 
 def check_directory(path: Path, flag: str) -> None:

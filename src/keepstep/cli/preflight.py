@@ -67,7 +67,7 @@ def check(plan: Plan, environ: Mapping[str, str] | None = None) -> Checked:
     root, remarks = check_runtime(dirs.runtime_root(environ), plan)
     check_state(dirs.state_dir(plan.state_dir, environ))
     check_log_dir(plan.log_dir)
-    policy.check(plan.ckpt)
+    policy.check(plan.ckpt, dirs.state_dir(plan.state_dir, environ))
     own = net.resolve(plan.local_addr, 0) if plan.local_addr else _own(address, local, plan)
     return Checked(nproc=nproc, address=address, local=local, own=own, root=root, layout=layout, remarks=remarks)
 

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from keepstep.checkpoint.exceptions import TierDenied
+from keepstep.checkpoint import mounts
+from keepstep.checkpoint.exceptions import TierAway, TierDenied
 from keepstep.checkpoint.tiers.directory import DirectoryTier
 from keepstep.checkpoint.tiers.memory import MemoryTier
 from keepstep.checkpoint.tiers.retry import BUDGET_S, Retrying
@@ -65,6 +66,8 @@ def _open(url: str, label: str, *, create: bool, seen: bool) -> Tier:
     if not url:
         raise TierDenied("an empty name is no place for checkpoints; give a path or a URL such as s3://bucket/prefix")
     if is_directory(url):
+        if why := mounts.missing(directory(url)):
+            raise TierAway(f"{directory(url)} is not what it should be: {why}; mount it, or name another directory")
         return DirectoryTier(directory(url), label, create=create, seen=seen)
     scheme = url.partition("://")[0].lower()
     if scheme == "memory":
