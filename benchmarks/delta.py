@@ -9,7 +9,10 @@ which the step can be replayed. Then it restores: the last
 state from the first one and the chain of differences, and from the first one and the gradients, both compared with
 the live one bit for bit.
 
-In float32 everything is float32. In bfloat16 weights and both moments are bfloat16, as torch's AdamW keeps them.
+In float32 everything is float32. In bfloat16 weights and both moments are bfloat16, as torch's AdamW keeps them. Mixed
+is what most large runs do: the model computes in bfloat16, and AdamW has float32 moments and a float32 master copy of
+the weights, which the bfloat16 ones are rounded from after each step. A checkpoint then has both; ``without_master`` is
+the same with the bfloat16 weights and the moments only.
 """
 
 from __future__ import annotations
@@ -37,24 +40,34 @@ from keepstep.checkpoint.tiers.memory import MemoryTier
 from keepstep.trainer.gradient_log_torch import GradientLog, rebuild
 from keepstep.trainer.replay_torch import differing, state_sums
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LANES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "mixed": torch.bfloat16}
+"""By name: the dtype that the model computes in."""
 RATES = (1e-4, 1e-5)
 WARM_RATE = 1e-3
 LEAST_STEPS = 10
 """A chain that is shorter proves less."""
 KINDS = ("weights", "exp_avg", "exp_avg_sq", "step")
+MASTER = "master"
+"""The kind that only mixed precision has."""
 
 
 class Training:
-    """Model, optimizer and one step."""
+    """Model, optimizer and one step.
 
-    def __init__(self, args: argparse.Namespace, dtype: torch.dtype, text: Tensor) -> None:
+    Attributes:
+        masters: float32 copies of the weights, which the optimizer steps; the weights themselves where there are none.
+    """
+
+    def __init__(self, args: argparse.Namespace, lane: str, text: Tensor) -> None:
         torch.manual_seed(args.seed)
-        self.args, self.text = args, text
-        self.model = Bytes(width=args.width, layers=args.layers, dropout=0.0).to(dtype)
+        self.args, self.text, self.mixed = args, text, lane == "mixed"
+        self.model = Bytes(width=args.width, layers=args.layers, dropout=0.0)
+        self.masters = [nn.Parameter(p.detach().clone()) for p in self.model.parameters()] if self.mixed else []
+        self.model.to(LANES[lane])
+        self.kinds = (*KINDS, MASTER) if self.mixed else KINDS
         how: dict[str, Any] = {"default": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}[args.how]
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=WARM_RATE, betas=(0.9, 0.95), weight_decay=0.1, **how
+            self.masters or self.model.parameters(), lr=WARM_RATE, betas=(0.9, 0.95), weight_decay=0.1, **how
         )
         self.index = 0
 
@@ -63,16 +76,27 @@ class Training:
             self.text, seed=self.args.seed, step=self.index, rank=0, size=self.args.batch, context=64
         )
         loss = F.cross_entropy(self.model(inputs).float().flatten(0, 1), targets.flatten())
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for weight, master in zip(self.model.parameters(), self.masters, strict=False):
+            master.grad = None if weight.grad is None else weight.grad.float()
+        nn.utils.clip_grad_norm_(self.masters or self.model.parameters(), 1.0)
         self.optimizer.step()
+        self.round()
         self.index += 1
         return loss.item()
 
+    @torch.no_grad()
+    def round(self) -> None:
+        """Where there are masters, the weights follow from them."""
+        for weight, master in zip(self.model.parameters(), self.masters, strict=False):
+            weight.copy_(master)
+
     def tensors(self, kind: str) -> list[Tensor]:
+        if kind == "weights":
+            return list(self.model.parameters())
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return held if kind == "weights" else [self.optimizer.state[p][kind] for p in held]
+        return held if kind == MASTER else [self.optimizer.state[p][kind] for p in held]
 
     def payload(self, kind: str) -> tuple[bytes, list[TensorEntry]]:
         """Tensors one behind the other, as a part of a generation holds them."""
@@ -90,15 +114,15 @@ class Chain:
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self.last = {kind: training.payload(kind)[0] for kind in KINDS}
+        self.last = {kind: training.payload(kind)[0] for kind in training.kinds}
         self.memory = {kind: bytearray(body) for kind, body in self.last.items()}
         self.full = sum(map(len, self.last.values()))
-        self.sizes: dict[str, list[int]] = {kind: [] for kind in KINDS}
+        self.sizes: dict[str, list[int]] = {kind: [] for kind in training.kinds}
         self.encode_s = self.decode_s = self.encode_cpu_s = self.decode_cpu_s = 0.0
         self.exact = True
 
     def step(self) -> None:
-        for kind in KINDS:
+        for kind in self.training.kinds:
             new, entries = self.training.payload(kind)
             began, cpu = time.perf_counter(), time.process_time()
             pairs = list(delta.encode(memoryview(new), memoryview(self.last[kind]), entries))
@@ -140,7 +164,10 @@ def measure(warm: Training, rate: float, steps: int, far: int) -> dict[str, Any]
     cpu = time.process_time()
     if check.exact and not log.broken:
         rebuild(tier, {"optimizer": base.optimizer}, Version(0, 1), upto=Version(steps, 1))
-        exact = not differing(state_sums({"optimizer": base.optimizer}), state_sums(named))
+        base.round()
+        exact = not differing(state_sums({"optimizer": base.optimizer}), state_sums(named)) and all(
+            base.payload(kind)[0] == training.payload(kind)[0] for kind in training.kinds
+        )
     cpu = time.process_time() - cpu
     found = report(chain, log, exact, check.reason, cpu / steps, train_s / steps)
     found["packed_ratio"] = round(stored(training, None) / chain.full, 4)
@@ -155,7 +182,7 @@ def measure(warm: Training, rate: float, steps: int, far: int) -> dict[str, Any]
 def stored(training: Training, base: dict[str, bytes] | None) -> int:
     """Bytes of the state as a difference to a base, or packed without one."""
     total = 0
-    for kind in KINDS:
+    for kind in training.kinds:
         new, entries = training.payload(kind)
         held = None if base is None else memoryview(base[kind])
         total += sum(frame.stored for frame, _ in delta.encode(memoryview(new), held, entries))
@@ -168,16 +195,17 @@ def report(
     totals, full = chain.totals(), chain.full
     ratios = [total / full for total in totals]
     per_kind = {kind: round(statistics.median(sizes)) for kind, sizes in chain.sizes.items()}
-    sizes = {kind: len(chain.last[kind]) for kind in KINDS}
+    sizes = {kind: len(body) for kind, body in chain.last.items()}
     replay = round(log.stored / log.steps) if log.steps else 0
-    return {
+    found = {
         "full_bytes": full,
         "delta_bytes": round(statistics.median(totals)),
         "delta_ratio": round(statistics.median(ratios), 4),
         "delta_ratio_min": round(min(ratios), 4),
         "delta_ratio_max": round(max(ratios), 4),
+        "full_bytes_by_kind": sizes,
         "delta_bytes_by_kind": per_kind,
-        "delta_ratio_by_kind": {kind: round(per_kind[kind] / sizes[kind], 4) for kind in KINDS},
+        "delta_ratio_by_kind": {kind: round(per_kind[kind] / size, 4) for kind, size in sizes.items()},
         "replay_bytes": replay,
         "replay_ratio": round(replay / full, 4),
         "exact_delta": chain.exact,
@@ -193,6 +221,10 @@ def report(
         "replay_rebuild_cpu_s_per_step": round(replay_cpu_s, 4),
         "step_s": round(step_s, 4),
     }
+    if MASTER in sizes:
+        full, size = (sum(each[kind] for kind in KINDS) for each in (sizes, per_kind))
+        found["without_master"] = {"full_bytes": full, "delta_bytes": size, "delta_ratio": round(size / full, 4)}
+    return found
 
 
 def main() -> int:
@@ -203,7 +235,7 @@ def main() -> int:
     ask.add_argument("--width", type=int, default=256)
     ask.add_argument("--layers", type=int, default=4)
     ask.add_argument("--batch", type=int, default=8)
-    ask.add_argument("--dtype", choices=[*DTYPES], action="append", help="one or both; both where left out")
+    ask.add_argument("--dtype", choices=[*LANES], action="append", help="one or more; all where left out")
     ask.add_argument("--how", choices=["default", "foreach", "fused"], default="default", help="AdamW's implementation")
     ask.add_argument("--seed", type=int, default=1)
     ask.add_argument("--json", action="store_true")
@@ -213,8 +245,8 @@ def main() -> int:
     text = corpus()
     found: dict[str, Any] = {"benchmark": "delta", "optimizer": "AdamW", "implementation": args.how}
     found |= {"steps": steps, "width": args.width, "layers": args.layers, "seed": args.seed}
-    for name in args.dtype or DTYPES:
-        warm = Training(args, DTYPES[name], text)
+    for name in args.dtype or LANES:
+        warm = Training(args, name, text)
         for _ in range(args.warm_up):
             loss = warm.step()
         found["parameters"] = sum(p.numel() for p in warm.model.parameters())
@@ -229,9 +261,10 @@ def main() -> int:
         whole = dict(next(iter(by_rate.values())))
         whole["exact_delta"] = all(row["exact_delta"] for row in by_rate.values())
         whole["exact_replay"] = all(row["exact_replay"] for row in by_rate.values())
-        found[name] = {"moments": name, "lr": RATES[0], **whole, "by_lr": by_rate}
+        moments = "float32" if warm.mixed else name
+        found[name] = {"moments": moments, "lr": RATES[0], **whole, "by_lr": by_rate}
     print(json.dumps(found) if args.json else json.dumps(found, indent=2))
-    exact = all(found[name]["exact_delta"] and found[name]["exact_replay"] for name in args.dtype or DTYPES)
+    exact = all(found[name]["exact_delta"] and found[name]["exact_replay"] for name in args.dtype or LANES)
     return 0 if exact else 1
 
 

@@ -17,7 +17,7 @@ def test_both_ways_are_measured_and_exact(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(sys, "argv", ["delta", *words])
     assert delta.main() == 0
     found = json.loads(capsys.readouterr().out)
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "mixed"):
         row = found[dtype]
         assert row.keys() >= KEYS
         assert row["exact_delta"] is True
@@ -27,3 +27,14 @@ def test_both_ways_are_measured_and_exact(monkeypatch: pytest.MonkeyPatch, capsy
         assert row["replay_bytes"] > 0
         assert row["delta_ratio_min"] <= row["delta_ratio"] <= row["delta_ratio_max"]
         assert set(row["by_lr"]) == {"0.0001", "1e-05"}
+    kinds, count = found["mixed"]["full_bytes_by_kind"], found["parameters"]
+    assert {kind: size // count for kind, size in kinds.items()} == {
+        "weights": 2,
+        "exp_avg": 4,
+        "exp_avg_sq": 4,
+        "step": 0,
+        "master": 4,
+    }
+    whole, without = found["mixed"], found["mixed"]["without_master"]
+    assert whole["full_bytes"] - without["full_bytes"] == kinds["master"]
+    assert 0 < without["delta_bytes"] < whole["delta_bytes"]
