@@ -148,6 +148,52 @@ def logs(
 
 
 @app.command
+def stacks(
+    job: JobName = "",
+    *,
+    rank: Annotated[list[int] | None, Parameter(negative="", help="Only this rank; may be repeated")] = None,
+    every: Annotated[bool, Parameter(negative="", help="Each process, not one of each place")] = False,
+    threads: Annotated[bool, Parameter(negative="", help="All threads, not the main one alone")] = False,
+    native: Annotated[
+        bool, Parameter(negative="", help="Frames of C and C++ libraries, too; stops each process for a moment")
+    ] = False,
+    server: Server = "",
+    token_file: Token = "",
+    state_dir: State = "",
+    output: Output = "table",
+    json: Json = False,
+) -> int:
+    """Where every process of a job stands now; ranks in the same place put together, the odd ones named."""
+    from keepstep.cli.stacks import show_stacks
+
+    where = Where(server=server, token_file=token_file, state_dir=state_dir)
+    return show_stacks(
+        where, job, ranks=rank or [], native=native, every=every, threads=threads, form=_form(output, json)
+    )
+
+
+@app.command
+def explain(
+    what: Annotated[
+        list[str] | None,
+        Parameter(
+            help="Log files of one job, `-` for stdin, or a code: `xid 79`, `exit 137`", allow_leading_hyphen=True
+        ),
+    ] = None,
+    /,
+    *,
+    json: Annotated[bool, Parameter("--json", negative="", help="The whole answer as JSON")] = False,
+    jsonl: Annotated[
+        bool, Parameter("--jsonl", negative="", help="Read JSON objects with a `log`, one a line; answer one a line")
+    ] = False,
+) -> int:
+    """What a log or a fault code means: category, culprit, evidence, what to do. Needs no controller."""
+    from keepstep.cli.explain import show_explanation
+
+    return show_explanation(what or [], as_json=json, jsonl=jsonl)
+
+
+@app.command
 def inject(
     fault: Annotated[Fault, Parameter(help="What to break")],
     *,

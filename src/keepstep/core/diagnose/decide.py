@@ -20,6 +20,8 @@ FEW_ABSENT = 8
 """More ranks than this missing from the time-outs say nothing about any of them."""
 EARLIEST = 0.05
 """Bonus of the candidate that was seen first."""
+SKEW_S = 120.0
+"""Seconds by which the clocks of two nodes may differ."""
 SHARPNESS = 9.0
 """How fast probability falls with weight; 0.1 of weight is a factor of 2.5."""
 _PATH = re.compile(
@@ -89,14 +91,23 @@ def _parts(id: str, findings: list[Finding]) -> list[list[Finding]]:
 
 
 def _first(causes: list[Cause], log: Log) -> list[Cause]:
-    """Prefer what was seen first: by time where every candidate tells one, else by place in the log."""
+    """Prefer what was seen first: by time where every candidate tells one, else by place in the log.
+
+    Clocks of different nodes may disagree, so a small lead over another node is no lead.
+    """
     serious = [cause for cause in causes if cause.weight >= ENOUGH]
     if len(serious) < 2:
         return causes
-    times = [cause.findings[0].time for cause in serious]
-    timed = all(time is not None for time in times)
-    moment = {id(cause): (cause.findings[0].time if timed else cause.findings[0].number) or 0 for cause in serious}
-    first = min(serious, key=lambda cause: moment[id(cause)])
+    leads = [cause.findings[0] for cause in serious]
+    times = [one.time for one in leads if one.time is not None]
+    if len(times) == len(leads):
+        first = serious[times.index(min(times))]
+        node = first.findings[0].node
+        rivals = [at for at, one in zip(times, leads, strict=True) if one.node != node]
+        if rivals and min(rivals) - min(times) < SKEW_S:
+            return causes
+    else:
+        first = min(serious, key=lambda cause: cause.findings[0].number)
     return [replace(cause, weight=cause.weight + EARLIEST) if cause is first else cause for cause in causes]
 
 
@@ -203,18 +214,21 @@ def _culprit(cause: Cause, log: Log) -> Culprit:
     if rank is None and cause.category == "infrastructure" and node:
         here = [r for r, n in log.places.node_of.items() if n == node]
         rank = here[0] if len(here) == 1 else _sole_sufferer(log)
-    field = lambda name: next((one.fields[name] for one in cause.findings if one.fields.get(name)), "")  # noqa: E731
-    thing = field("thing") or _thing(cause, log)
+    thing = _field(cause, "thing") or _thing(cause, log)
     return Culprit(
         node="" if where.is_node_range(node) else node,
         gpu=gpu if cause.category in ("infrastructure", "transient") or not everywhere else "",
         rank=None if everywhere else rank,
-        file=field("file") or (frame.file if frame else ""),
+        file=_field(cause, "file") or (frame.file if frame else ""),
         line=frame.line if frame else None,
-        peer=field("peer") or (where.address(lead.text) if "rdma" in cause.id or "peer" in cause.id else ""),
-        link=field("link"),
+        peer=_field(cause, "peer") or (where.address(lead.text) if "rdma" in cause.id or "peer" in cause.id else ""),
+        link=_field(cause, "link"),
         thing=thing,
     )
+
+
+def _field(cause: Cause, name: str) -> str:
+    return next((one.fields[name] for one in cause.findings if one.fields.get(name)), "")
 
 
 def _only_node(log: Log) -> str:
@@ -246,7 +260,7 @@ def _thing(cause: Cause, log: Log) -> str:
                 return str(found[0] or found[1]).strip(".:,")
     for text in texts:
         for groups in _PATH.findall(text):
-            path = next(part for part in groups if part)
+            path = next(str(part) for part in groups if part)
             if not path.endswith((".py", ".cpp", ".cc", ".cu", ".hpp")) and ".py:" not in path:
                 return path.strip("'\",.;:")
     return ""
@@ -305,7 +319,12 @@ def advice(action: str, id: str, culprit: Culprit) -> str:
 
 def evidence_of(finding: Finding) -> Evidence:
     return Evidence(
-        line_number=finding.number, rank=finding.rank, node=finding.node, time=finding.time, text=finding.text
+        line_number=finding.line_number,
+        rank=finding.rank,
+        node=finding.node,
+        time=finding.time,
+        text=finding.text,
+        source=finding.source,
     )
 
 
@@ -388,7 +407,13 @@ def _unnamed(log: Log, cascade: dict[str, int], finished: bool) -> Diagnosis:
         confidence=0.4 if absent else 0.2 if consequences else 0.05,
         evidence=tuple(evidence_of(one) for one in consequences[:EVIDENCE_LINES])
         or tuple(
-            Evidence(line_number=line.number, rank=line.rank, node=line.node, time=line.time, text=line.text[:200])
+            Evidence(
+                line_number=line.number - log.offset,
+                rank=line.rank,
+                node=line.node,
+                time=line.time,
+                text=line.text[:200],
+            )
             for line in log.tail[-3:]
         ),
         cascade=cascade,

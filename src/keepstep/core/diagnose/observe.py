@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from keepstep.core.diagnose import places as where
 from keepstep.core.diagnose.prefix import Line, clean, read
@@ -56,13 +57,24 @@ _GROUPS = {
 }
 
 
+class Source(Struct, frozen=True, kw_only=True):
+    """One file among several: what its name says about lines that say nothing themselves."""
+
+    name: str = ""
+    node: str = ""
+    rank: int | None = None
+
+
 class Finding(Struct, kw_only=True):
     """One line that one rule matched.
 
     Attributes:
+        number: place in the whole log, over all its files.
         fields: what the rule's groups caught.
         frame: innermost place in the user's code, when a stack belongs to the line.
-        after_stop: whether the process had been told to stop before.
+        chained: whether it came up while another exception was being handled.
+        source: the file.
+        line_number: in that file.
     """
 
     rule: Rule
@@ -75,6 +87,11 @@ class Finding(Struct, kw_only=True):
     fields: dict[str, str] = {}
     frame: Frame | None = None
     chained: bool = False
+    source: str = ""
+    line_number: int = 0
+
+
+_NO_SOURCE = Source()
 
 
 class Work(Struct, frozen=True):
@@ -99,6 +116,8 @@ class Log:
         self.tail: list[Line] = []
         self.progress: list[int] = []
         self.last_trouble = 0
+        self.source = Source()
+        self.offset = 0
         self.lines = 0
         self.bytes = 0
         self._stacks = Stacks()
@@ -137,6 +156,7 @@ class Log:
     def _note(self, line: Line, rule: Rule, fields: dict[str, str], frame: Frame | None, chained: bool) -> None:
         finding = _finding(line, rule, fields, frame)
         finding.chained = chained
+        finding.source, finding.line_number = self.source.name, line.number - self.offset
         if rule.role == "context":
             kept = self.tags.setdefault(rule.id, [])
             if len(kept) < TAGS_KEPT:
@@ -216,8 +236,10 @@ def _finding(line: Line, rule: Rule, fields: dict[str, str], frame: Frame | None
     )
 
 
-def observe(pieces: Iterable[bytes]) -> Log:
-    log = Log()
+def observe(pieces: Iterable[bytes], source: Source = _NO_SOURCE, log: Log | None = None) -> Log:
+    """Read one file to its end, into ``log`` when there are several."""
+    log = log or Log()
+    log.source, log.offset = source, log.lines
     scanner = Scanner(SCANNED)
     known: dict[bytes, tuple[Rule, ...]] = {}
     bored: Counter[bytes] = Counter()
@@ -238,7 +260,11 @@ def observe(pieces: Iterable[bytes]) -> Log:
                 rules = candidates(own_kind)
                 if len(known) < 20_000:
                     known[own_kind] = rules
-            mattered = log.take(read(raw.number, text), rules) or mattered
+            line = read(log.offset + raw.number, text)
+            if (source.node and not line.node) or (source.rank is not None and line.rank is None):
+                own_rank = line.rank if line.rank is not None else source.rank
+                line = replace(line, node=line.node or source.node, rank=own_rank, stream=line.stream or source.name)
+            mattered = log.take(line, rules) or mattered
         if not mattered:
             bored[kind] += 1
             if bored[kind] >= BORED_AFTER:
@@ -249,5 +275,5 @@ def observe(pieces: Iterable[bytes]) -> Log:
             take(raw)
     for raw in scanner.finish():
         take(raw)
-    log.lines, log.bytes = scanner.lines, scanner.bytes
+    log.lines, log.bytes = log.lines + scanner.lines, log.bytes + scanner.bytes
     return log

@@ -49,7 +49,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """One line of the log, as it stands there (cut in the middle when long).
 
     Attributes:
-        line_number: counted from 1, over all inputs of one diagnosis.
+        line_number: counted from 1 in its own file.
+        source: name of the file, where there are several.
         time: seconds since 1970 where the line tells it, else ``None``.
     """
 
@@ -58,6 +59,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     node: str = ""
     time: float | None = None
     text: str = ""
+    source: str = ""
 
 
 class Alternative(Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ STORAGE: tuple[Rule, ...] = (
         words=("nfs", "mount", "server", "filesystem", "storage", "nas", "connection restored"),
         says="the storage came back",
         source="Linux NFS client",
-        samples="node-000 kernel: nfs: server fs01 OK",
+        samples=("node-000 kernel: nfs: server fs01 OK",),
     ),
     infra(
         "storage_mount_missing",
