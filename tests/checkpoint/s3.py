@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,12 @@ class Store:
         """The same for every request."""
         self.asleep: threading.Event | None = None
         """While there is one, no request is answered until it is set."""
+        self.cut: deque[int] = deque()
+        """The next answers with a body end after so many bytes of it, and the connection with them."""
+        self.trickle: tuple[int, float] | None = None
+        """Bodies go out in pieces of so many bytes, with so many seconds between them."""
+        self.page = 1000
+        """Names in one answer to a list, as S3 has it."""
         self.requests: list[str] = []
         self.lock = threading.Lock()
 
@@ -138,13 +145,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _list(self) -> None:
         bucket, prefix = self.key.split("/", 1)[0], self.query.get("prefix", "")
+        after = self.query.get("continuation-token", "")
+        names = sorted(n for n in self.store.objects if n.startswith(f"{bucket}/{prefix}") and n > after)
         rows = "".join(
-            f"<Contents><Key>{escape(name.split('/', 1)[1])}</Key><Size>{len(data)}</Size><ETag>x</ETag>"
-            f"<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
-            for name, data in sorted(self.store.objects.items())
-            if name.startswith(f"{bucket}/{prefix}")
+            f"<Contents><Key>{escape(name.split('/', 1)[1])}</Key><Size>{len(self.store.objects[name])}</Size>"
+            f"<ETag>x</ETag><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+            for name in names[: self.store.page]
         )
-        self._answer(200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>".encode())
+        more = len(names) > self.store.page
+        token = f"<NextContinuationToken>{escape(names[self.store.page - 1])}</NextContinuationToken>" if more else ""
+        head = f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}"
+        self._answer(200, f"<ListBucketResult>{head}{rows}</ListBucketResult>".encode())
 
     def _answer(self, status: int, body: bytes, *, etag: bytes = b"", extra: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -154,5 +165,15 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in (extra or {}).items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
+        if self.command == "HEAD":
+            return
+        if body and self.store.cut:
+            self.wfile.write(body[: self.store.cut.popleft()])
+            self.close_connection = True
+        elif self.store.trickle is None:
             self.wfile.write(body)
+        else:
+            size, pause_s = self.store.trickle
+            for start in range(0, len(body), size):
+                self.wfile.write(body[start : start + size])
+                time.sleep(pause_s)

@@ -24,7 +24,7 @@ from keepstep.checkpoint.tiers.retry import Retrying
 from keepstep.ports.tier import Tier
 from tests.checkpoint import s3
 
-KINDS = ("memory", "directory", "obstore", "s3", "retrying", "moto")
+KINDS = ("memory", "directory", "obstore", "s3", "retrying")
 REGION = "us-east-1"
 
 
@@ -47,7 +47,7 @@ def point_at(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
 
 
 @pytest.fixture(params=KINDS)
-def tier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tier]:
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     match request.param:
         case "memory":
             yield MemoryTier()
@@ -63,18 +63,6 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         case "s3":
             request.getfixturevalue("cloud")
             yield open_tier("s3://bucket/some/prefix", budget_s=0)
-        case "moto":
-            server = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'moto[server]'")
-            boto3 = pytest.importorskip("boto3")
-            running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-            running.start()
-            try:
-                host, port = running.get_host_and_port()
-                point_at(monkeypatch, f"http://{host}:{port}")
-                boto3.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket="bucket")
-                yield open_tier(f"s3://bucket/{tmp_path.name}", budget_s=0)
-            finally:
-                running.stop()
 
 
 def test_what_is_put_is_there_whole_and_named(tier: Tier) -> None:
@@ -364,6 +352,73 @@ def test_an_upload_that_fails_in_the_middle_leaves_neither_object_nor_parts(clou
         tier.put("broken", chunks())
     assert cloud.objects == {}
     assert cloud.uploads == {}
+
+
+def test_a_part_that_is_throttled_is_sent_again(cloud: s3.Store) -> None:
+    """503 in the middle of an upload in parts: the object is whole in the end, and no upload stays open."""
+    tier = open_tier("s3://bucket/p")
+
+    class Pieces(list[bytes]):
+        def __iter__(self) -> Iterator[bytes]:
+            for number, piece in enumerate(super().__iter__()):
+                if number == 2 and not cloud.moods and not said:
+                    said.append(1)
+                    cloud.moods.extend([(503, "SlowDown")] * 3)
+                yield piece
+
+    said: list[int] = []
+    pieces = Pieces(bytes([number]) * (5 * 1024 * 1024) for number in range(5))
+    assert tier.put("large", pieces) == 25 * 1024 * 1024
+    assert said == [1]
+    assert cloud.moods == type(cloud.moods)()
+    assert cloud.objects["bucket/p/large"] == b"".join(list.__iter__(pieces))
+    assert cloud.uploads == {}
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again_and_never_taken_for_whole(cloud: s3.Store) -> None:
+    """The connection ends within the body, in a whole object and in a range; patience brings all the bytes."""
+    data = bytes(range(256)) * 4096
+    tier = open_tier("s3://bucket/p")
+    tier.put("a", [data])
+    cloud.cut.extend([1000, 0, 500_000])
+    assert tier.get("a") == data
+    cloud.cut.extend([7, 9])
+    assert tier.get("a", 100, 900_000) == data[100:900_100]
+    assert not cloud.cut
+    cloud.cut.extend([100] * 1000)
+    hasty = open_tier("s3://bucket/p", budget_s=0)
+    for call in (lambda: hasty.get("a"), lambda: hasty.get("a", 5, 900_000), lambda: list(hasty.names())):
+        with pytest.raises(TierAway, match="s3://bucket/p"):
+            call()
+
+
+def test_a_slow_answer_counts_while_it_moves_and_ends_when_it_takes_too_long(
+    cloud: s3.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow is not broken: within the limit of one request the bytes come; beyond it the store is away."""
+    from keepstep.checkpoint.tiers import remote_obstore
+
+    data = bytes(range(200))
+    open_tier("s3://bucket/p").put("a", [data])
+    cloud.trickle = (50, 0.1)
+    assert open_tier("s3://bucket/p", budget_s=0).get("a") == data
+    monkeypatch.setattr(remote_obstore, "REQUEST_S", 0.25)
+    cloud.trickle = (10, 0.1)
+    with pytest.raises(TierAway, match="s3://bucket/p/a"):
+        open_tier("s3://bucket/p", budget_s=0).get("a")
+
+
+def test_a_list_of_many_pages_is_whole(cloud: s3.Store) -> None:
+    """S3 gives a thousand names at a time; a catalog that saw only the first page would miss generations."""
+    tier = open_tier("s3://bucket/p")
+    names = [f"step-{number:012}.e1/rank00000.json" for number in range(25)]
+    for name in names:
+        tier.put(name, [b"x"])
+    cloud.page, before = 10, len(cloud.requests)
+    assert list(tier.names()) == names
+    assert len(cloud.requests) - before == 3
+    cloud.moods.extend([(503, "SlowDown")] * 2)
+    assert list(tier.names("step-00000000002")) == names[20:]
 
 
 def test_a_store_that_is_not_there_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
