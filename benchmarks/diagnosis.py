@@ -29,6 +29,7 @@ import msgspec
 
 from benchmarks.diagnosis_cases import (
     CATEGORIES,
+    FIELDS,
     FILES,
     HELD_OUT,
     Case,
@@ -69,14 +70,12 @@ class Judged:
 
     @property
     def unmoved(self) -> bool:
-        """Whether noise left the verdict as it was."""
-        other = self.amid_noise
-        return other is None or (self.got.category, self.got.action, head(self.got.root_cause), self.got.culprit) == (
-            other.category,
-            other.action,
-            head(other.root_cause),
-            other.culprit,
-        )
+        """Whether noise left the verdict as it was: everything said about the culprit, too."""
+        return self.amid_noise is None or verdict(self.got) == verdict(self.amid_noise)
+
+
+def verdict(got: Diagnosis) -> tuple[object, ...]:
+    return (got.category, got.action, head(got.root_cause), *(getattr(got.culprit, field) for field in FIELDS))
 
 
 def main() -> int:

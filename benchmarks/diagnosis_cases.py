@@ -126,6 +126,10 @@ def wrong_eviction(case: Case, got: Diagnosis) -> bool:
 
 
 def innocent_node(case: Case, got: Diagnosis) -> bool:
-    """A machine is to go, and it is another one than the culprit."""
+    """A machine is to go, and it is another one than the culprit, or there is none to blame among many alike."""
+    if got.action not in EVICTING or case.category in NOBODY_TO_EVICT:
+        return False
     wanted = case.culprit.get("node")
-    return got.action in EVICTING and bool(got.culprit.node) and wanted is not None and got.culprit.node != wanted
+    if wanted is None:
+        return head(case.action) not in EVICTING
+    return bool(got.culprit.node) and got.culprit.node != wanted

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from benchmarks.diagnosis import Judged, scores
 from benchmarks.diagnosis_cases import Case, gpu, innocent_node, same_cause, same_culprit, same_path, wrong_eviction
-from benchmarks.diagnosis_noise import FAULT, FAULT_NODE, WATCHDOG, crowded, large
+from benchmarks.diagnosis_noise import BEFORE, FAULT, FAULT_NODE, WATCHDOG, crowded, large
 
 from keepstep.core.diagnose.result import Action, Category, Culprit, Diagnosis
 
@@ -102,6 +102,13 @@ def test_the_eviction_of_another_node_counts() -> None:
     assert not innocent_node(CASE, said("infrastructure", "restart_in_place", Culprit(node="n8")))
 
 
+def test_an_eviction_counts_where_all_nodes_suffer_alike() -> None:
+    shared = replace(CASE, culprit={}, action="retry_with_backoff: the file server is down")
+    assert innocent_node(shared, said("infrastructure", "replace_node"))
+    assert not innocent_node(shared, said("infrastructure", "retry_with_backoff"))
+    assert not innocent_node(replace(CASE, culprit={}), said("infrastructure", "replace_node"))
+
+
 def test_scores_are_shares_of_what_they_are_about() -> None:
     """Three cases, one of them without a culprit; noise changes the last verdict."""
     right = said("infrastructure", "replace_node")
@@ -120,7 +127,8 @@ def test_noise_leaves_the_lines_of_a_log_whole_and_in_order() -> None:
     log = [f"case line {number}\n".encode() for number in range(50)]
     amid = list(crowded(log, Random(1)))
     assert [line for line in amid if line.startswith(b"case line")] == log
-    assert len(amid) > len(log)
+    assert len(amid) > len(log) + BEFORE
+    assert not any(b"| loss" in line for line in amid[amid.index(log[0]) :])
     assert all(line.endswith(b"\n") for line in amid)
 
 
