@@ -19,11 +19,11 @@ $(VENV)/.base: constraints.txt pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,torch,checkpoint]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,torch,checkpoint,diagnose]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,torch,checkpoint,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,torch,checkpoint,diagnose,dev]'
 	@touch $@
 
 setup: $(VENV)/.dev ## make .venv with everything for development

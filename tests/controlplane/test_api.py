@@ -20,7 +20,7 @@ from keepstep.controlplane.moments import when
 from keepstep.controlplane.news import News
 from keepstep.controlplane.writer import Writer
 from keepstep.core.controller import Controller
-from keepstep.model.actions import Join, StopJob
+from keepstep.model.actions import Join, StopJob, TakeStacks
 from keepstep.model.facts import (
     ActionDone,
     AnyFact,
@@ -28,12 +28,14 @@ from keepstep.model.facts import (
     RankAdvanced,
     RankResumed,
     SdkAttached,
+    StacksTaken,
     StoreReady,
     WorkerExited,
 )
-from keepstep.model.ids import JobId, Nanos, NodeId, Rank
+from keepstep.model.ids import JobId, Nanos, NodeId, Rank, SlotId
 from keepstep.model.records import Ordered
 from keepstep.model.settings import Policy
+from keepstep.model.stacks import ProcessStacks
 from keepstep.ports import Entry
 from keepstep.store.exceptions import LogFull
 from keepstep.store.sqlite import SqliteLog, open_log
@@ -213,6 +215,9 @@ def test_events_in_pages(tmp_path: Path) -> None:
         ("POST", "/v1/jobs/j/inject", {"fault": "kill", "rank": -1}, 422, "no rank -1"),
         ("POST", "/v1/jobs/j/inject", {"fault": "node-loss", "node": "x"}, 422, "no node x; it has n0"),
         ("POST", "/v1/jobs/j/inject", {"fault": "slow", "rank": 0, "seconds": 1e9}, 422, "between 0 and 3600"),
+        ("POST", "/v1/jobs/j/stacks", {"ranks": [0, 7]}, 422, "no rank 7; job j has 1 ranks"),
+        ("POST", "/v1/jobs/j/stacks", {"rank": 0}, 422, "unknown field `rank`"),
+        ("GET", "/v1/jobs/j/stacks?request=x", None, 422, "request (x)"),
         ("POST", "/v1/jobs/j/stop", {"why": "x" * 70_000}, 413, "above the limit of 65536 bytes"),
     ],
 )
@@ -254,6 +259,27 @@ def test_injection_needs_leave(tmp_path: Path) -> None:
     run(tmp_path, test)
     (tmp_path / "two").mkdir()
     run(tmp_path / "two", without)
+
+
+def test_stacks_are_ordered_and_shown_with_who_is_still_missing(tmp_path: Path) -> None:
+    """The answer to a request is what was shown for it; until a node has answered it is named."""
+
+    async def test(rig: Rig) -> None:
+        await rig.start_job()
+        asked = (await rig.client.post("/v1/jobs/j/stacks", json={"ranks": [0], "by": "me"})).json()
+        (order,) = [action for action in rig.orders if isinstance(action, TakeStacks)]
+        assert (order.node, order.ranks, order.request) == ("n0", (0,), asked["request"])
+        shown = (await rig.client.get(f"/v1/jobs/j/stacks?request={asked['request']}")).json()
+        assert (shown["missing"], shown["processes"], shown["taken_at"]) == (["n0"], [], None)
+        process = ProcessStacks(rank=Rank(0), slot=SlotId("s"), pid=9, role="trainer", name="python", state="S")
+        await rig.tell(StacksTaken(**rig.numbered(), epoch=order.epoch, request=order.request, processes=(process,)))
+        shown = (await rig.client.get(f"/v1/jobs/j/stacks?request={asked['request']}")).json()
+        assert shown["missing"] == []
+        assert [one["pid"] for one in shown["processes"]] == [9]
+        later = (await rig.client.get(f"/v1/jobs/j/stacks?request={asked['request'] + 1}")).json()
+        assert later["processes"] == []
+
+    run(tmp_path, test)
 
 
 def test_the_token_is_asked_for_everywhere(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from keepstep.core.controller import Controller
 from keepstep.core.state import Job
-from keepstep.model.actions import AnyAction, InjectFault, Join, KeepStandbys, KillProcess, StopJob
+from keepstep.model.actions import AnyAction, InjectFault, Join, KeepStandbys, KillProcess, StopJob, TakeStacks
 from keepstep.model.facts import (
     ActionDone,
     ActionFailed,
@@ -34,6 +34,7 @@ from keepstep.model.facts import (
     ResumeFailed,
     SdkAttached,
     SlotState,
+    StacksTaken,
     StallEnded,
     StandbyGone,
     StandbyReady,
@@ -47,6 +48,7 @@ from keepstep.model.facts import (
 from keepstep.model.ids import NO_EPOCH, Epoch, JobId, Nanos, NodeId, Rank, SlotId, next_minor
 from keepstep.model.records import AnyRecord, Ordered, decode_record, encode_record
 from keepstep.model.settings import Policy
+from keepstep.model.stacks import Frame, ProcessStacks, ThreadStack
 from keepstep.model.topology import JobSpec, Roster
 
 JOB = JobId("lm")
@@ -104,6 +106,10 @@ class Fleet:
         """Ranks whose every new process dies at once."""
         self.bad_seats: set[tuple[NodeId, Rank]] = set()
         self.entered: set[str] = set()
+        self.places: dict[Rank, tuple[Frame, ...]] = {}
+        """Where ranks stand, innermost call first, for whoever looks; nothing is seen of the others."""
+        self.blind: set[NodeId] = set()
+        """Nodes whose agents do not come to an end when they look into their processes."""
         self.racks: dict[str, str] = {}
         """Racks by node; what is not here is not known."""
         self.checked = False
@@ -191,6 +197,8 @@ class Fleet:
         if not agent.linked or not agent.alive or not agent.inbox:
             return False
         action = agent.inbox.popleft()
+        if isinstance(action, TakeStacks) and name in self.blind:
+            return True  # and looks, and looks
         if action.id in agent.done:
             self.say(name, ActionDone, action=action.id)
         elif action.epoch < agent.epoch:
@@ -300,6 +308,19 @@ class Fleet:
                 agent.procs.clear()
             case InjectFault():
                 pass
+            case TakeStacks():
+                self._show(agent, action)
+
+    def _show(self, agent: Agent, action: TakeStacks) -> None:
+        processes = tuple(
+            ProcessStacks(
+                rank=proc.rank, slot=proc.slot, pid=1, role="trainer", name="python", state="T" if proc.frozen else "S",
+                how="py-spy", threads=(ThreadStack(name="MainThread", frames=self.places[proc.rank], main=True),),
+            )
+            for proc in agent.procs.values()
+            if proc.role == "worker" and proc.rank in action.ranks and proc.rank in self.places
+        )  # fmt: skip
+        self.say(agent.name, StacksTaken, epoch=action.epoch, request=action.request, processes=processes)
 
     def _join(self, agent: Agent, roster: Roster) -> None:
         agent.epoch = roster.epoch

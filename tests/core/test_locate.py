@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 
 from keepstep.core.locate.exits import judge, words
-from keepstep.core.locate.stall import vote
+from keepstep.core.locate.stacks import Consensus, Place
+from keepstep.core.locate.stall import vote, weigh
 from keepstep.model.facts import RankStalled, UserError, WorkerExited
 from keepstep.model.ids import Epoch, JobId, Nanos, NodeId, Rank, SlotId
 
@@ -114,3 +115,46 @@ def test_vote_never_convicts_a_majority(places: list[tuple[int, bool]]) -> None:
     assert len(verdict.ranks) * 2 <= len(positions)
     assert set(verdict.ranks) <= set(range(len(positions)))
     assert (verdict.probability > 0) == bool(verdict.ranks)
+
+
+def places(*what: tuple[str, tuple[int, ...]]) -> Consensus:
+    """Who was seen where: the first place is the majority's, the ranks of the others are odd."""
+    found = [
+        Place(waits=waits, ranks=tuple(map(Rank, ranks)), frames=(waits,), shown="f (train.py:3)")  # type: ignore[arg-type]
+        for waits, ranks in what
+    ]
+    odd = tuple(rank for place in found[1:] for rank in place.ranks)
+    return Consensus(places=tuple(found), odd=odd, storage=all(place.waits == "storage" for place in found))
+
+
+def test_stacks_that_agree_make_the_vote_surer() -> None:
+    verdict = vote([at(0, 101, 100), at(1, 101, 100), at(2, 100, 100)])
+    seen = weigh(verdict, places(("collective", (0, 1)), ("computing", (2,))))
+    assert seen.ranks == verdict.ranks == (2,)
+    assert verdict.probability < seen.probability < 1
+    assert "rank 2 computes: f (train.py:3)" in seen.evidence
+
+
+def test_stacks_that_point_elsewhere_do_not() -> None:
+    verdict = vote([at(0, 101, 100), at(1, 101, 100), at(2, 100, 100)])
+    seen = weigh(verdict, places(("collective", (1, 2)), ("computing", (0,))))
+    assert (seen.ranks, seen.probability) == (verdict.ranks, verdict.probability)
+
+
+def test_stacks_name_whom_the_vote_could_not() -> None:
+    verdict = vote([at(rank, 101, 100) for rank in range(4)])
+    seen = weigh(verdict, places(("collective", (0, 1, 2)), ("lock", (3,))))
+    assert verdict.ranks == ()
+    assert seen.ranks == (3,)
+    assert "it waits for a lock" in seen.reason
+
+
+def test_nobody_is_named_where_all_wait_for_storage() -> None:
+    verdict = vote([at(0, 101, 100), at(1, 101, 100), at(2, 100, 100)])
+    seen = weigh(verdict, places(("storage", (0, 1, 2))))
+    assert (seen.ranks, seen.probability) == ((), 0.0)
+
+
+def test_a_vote_without_stacks_stays_as_it_is() -> None:
+    verdict = vote([at(0, 101, 100), at(1, 100, 100), at(2, 101, 100)])
+    assert weigh(verdict, None) is verdict

@@ -11,8 +11,8 @@ from keepstep.model.ids import Rank, SlotId
 from keepstep.model.stacks import Frame, ProcessStacks, ThreadStack
 
 SITE = "/opt/venv/lib/python3.11/site-packages/"
-RUN = Frame("<module>", "/home/me/train.py", 80)
-LOOP = Frame("train", "/home/me/train.py", 40)
+RUN = Frame("<module>", "/srv/lm/train.py", 80)
+LOOP = Frame("train", "/srv/lm/train.py", 40)
 REDUCE = (Frame("all_reduce", SITE + "torch/distributed/distributed_c10d.py", 2806), LOOP, RUN)
 BACKWARD = (Frame("_engine_run_backward", SITE + "torch/autograd/graph.py", 825), LOOP, RUN)
 NEXT = (
@@ -21,9 +21,9 @@ NEXT = (
     LOOP,
     RUN,
 )
-SPIN = (Frame("spin", "/home/me/train.py", 12), LOOP, RUN)
-LOCK = (Frame("wait", "/usr/lib/python3.11/threading.py", 320), Frame("put", "/home/me/buffer.py", 7), LOOP, RUN)
-READ = (Frame("read", "/home/me/io.py", 3), LOOP, RUN)
+SPIN = (Frame("spin", "/srv/lm/train.py", 12), LOOP, RUN)
+LOCK = (Frame("wait", "/usr/lib/python3.11/threading.py", 320), Frame("put", "/srv/lm/buffer.py", 7), LOOP, RUN)
+READ = (Frame("read", "/srv/lm/io.py", 3), LOOP, RUN)
 
 
 def process(

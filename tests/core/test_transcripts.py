@@ -21,8 +21,9 @@ from keepstep.model.facts import (
     StoreReady,
     TimePassed,
 )
-from keepstep.model.ids import NodeId
+from keepstep.model.ids import NodeId, Rank
 from keepstep.model.records import Observed, StandbyMoved
+from keepstep.model.stacks import Frame
 from tests.core.fleet import SECOND, START, Fleet, running, spec
 
 HERE = Path(__file__).parent / "transcripts"
@@ -179,6 +180,39 @@ def everybody_in_the_same_collective() -> Story:
     return tale
 
 
+REDUCE = (Frame("all_reduce", "/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 2806),)
+
+
+def stacks_name_whom_the_vote_cannot() -> Story:
+    """All ranks are inside some collective, in different groups. Only rank 2's stack shows that it writes a file."""
+    fleet = running()
+    tale = story(fleet).note("rank 2 holds a lock of the file system inside its own hook of a collective")
+    for rank in range(4):
+        fleet.places[Rank(rank)] = (*REDUCE, Frame("train", "train.py", 40))
+    fleet.places[Rank(2)] = (Frame("write", "hooks.py", 7), Frame("train", "train.py", 40))
+    fleet.later(12.0)
+    for rank in range(4):
+        fleet.stall(rank, started=101, finished=100)
+    fleet.pump()
+    fleet.later(4.0)
+    return tale
+
+
+def all_wait_for_storage() -> Story:
+    """Nobody moves, and every stack ends in a read: no node is to blame, whatever the positions say."""
+    fleet = running()
+    tale = story(fleet).note("the file server is gone")
+    for rank in range(4):
+        fleet.places[Rank(rank)] = (Frame("read", "data.py", 12), Frame("train", "train.py", 40))
+    fleet.later(12.0)
+    for rank in range(3):
+        fleet.stall(rank, started=101, finished=100)
+    fleet.stall(3, started=100, finished=100)
+    fleet.pump()
+    fleet.later(1.0)
+    return tale
+
+
 def a_pause() -> Story:
     """Ranks stall and move again by themselves within the time for locating: nothing is done to anybody."""
     fleet = running()
@@ -302,6 +336,8 @@ STORIES: list[Callable[[], Story]] = [
     rank_frozen,
     stall_vote,
     everybody_in_the_same_collective,
+    stacks_name_whom_the_vote_cannot,
+    all_wait_for_storage,
     a_pause,
     no_capacity,
     capacity_comes_in_time,

@@ -17,6 +17,9 @@ import sys
 import types
 from typing import Any, NoReturn
 
+from keepstep.agent import stackdump
+from keepstep.model.env import NODE_DIR
+
 MESSAGE_BYTES = 2000
 TRACEBACK_LINES = 30
 
@@ -36,6 +39,8 @@ def prepare(*, env: dict[str, str], cwd: str, out: str, err: str) -> None:
     _redirect(out, err)
     os.chdir(cwd)
     _replace_environment(env)
+    if node_dir := env.get(NODE_DIR):
+        stackdump.answer(node_dir)
 
 
 def run(*, kind: str, target: str, args: list[str], error_file: str = "") -> NoReturn:

@@ -11,16 +11,16 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, assert_never
 
-from keepstep.agent import proc
+from keepstep.agent import proc, stacks
 from keepstep.agent.exceptions import SpawnRefused
 from keepstep.agent.faults import Faults
 from keepstep.agent.node import Node
 from keepstep.agent.programs import Programs
 from keepstep.agent.slots import Slot
 from keepstep.agent.workers import Workers
-from keepstep.model.actions import AnyAction, InjectFault, Join, KeepStandbys, KillProcess, StopJob
-from keepstep.model.facts import ActionDone, ActionFailed
-from keepstep.model.ids import show_epoch
+from keepstep.model.actions import AnyAction, InjectFault, Join, KeepStandbys, KillProcess, StopJob, TakeStacks
+from keepstep.model.facts import ActionDone, ActionFailed, StacksTaken
+from keepstep.model.ids import Rank, show_epoch
 from keepstep.model.topology import Member, Roster
 
 RESTART_GRACE_S = 2.0
@@ -80,6 +80,8 @@ class Supervisor:
                 self._finish(action, "")
             case StopJob():
                 self._start_stop(action)
+            case TakeStacks():
+                self._spawn_task(self._look(action))
             case InjectFault():
                 # Remembered first: a fault that hits this very agent must not be repeated by the next one.
                 self._finish(action, self._faults.why_not(action) or "")
@@ -204,6 +206,21 @@ class Supervisor:
             ended = self._node.table.end_of(seat.slot)
             if ended is not None and ended < roster.epoch:
                 self._programs.report_dead(seat, roster)
+
+    # ------------------------------------------------------------ looking
+
+    async def _look(self, action: TakeStacks) -> None:
+        """Show where the ranks' processes stand; what cannot be seen is said process by process."""
+        workers = [slot for slot in self._node.table.workers() if slot.rank in action.ranks and slot.alive()]
+        trees = [stacks.Tree(Rank(slot.rank), slot.id, slot.pid) for slot in workers if slot.rank is not None]
+        try:
+            found = await stacks.take(trees, self._node.dir, native=action.native)
+        except Exception as error:
+            self._node.say(f"internal error while looking into the processes: {error!r}")
+            self._finish(action, f"internal error: {error!r}")
+            return
+        self._node.report(StacksTaken, epoch=action.epoch, request=action.request, processes=tuple(found))
+        self._finish(action, "")
 
     # ------------------------------------------------------------ the end
 

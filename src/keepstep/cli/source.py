@@ -38,6 +38,7 @@ class Source(Protocol):
     def job(self, job: str) -> dict[str, Any]: ...
     def incidents(self, job: str) -> dict[str, Any]: ...
     def incident(self, incident: str) -> dict[str, Any]: ...
+    def stacks(self, job: str, request: int) -> dict[str, Any]: ...
     def events(self, after: int = 0, wait_s: float = 0.0) -> Iterator[dict[str, Any]]: ...
     def post(self, *path: str, body: dict[str, Any]) -> dict[str, Any]: ...
 
@@ -64,6 +65,9 @@ class Live:
 
     def incident(self, incident: str) -> dict[str, Any]:
         return self.api.get("incidents", incident)
+
+    def stacks(self, job: str, request: int) -> dict[str, Any]:
+        return self.api.get("jobs", job, "stacks", request=request)
 
     def events(self, after: int = 0, wait_s: float = 0.0) -> Iterator[dict[str, Any]]:
         while True:
@@ -115,6 +119,12 @@ class Offline:
         if view is None:
             raise NotFound(f"there is no incident {incident}", help="`keepstep incidents` lists them")
         return _plain(view)
+
+    def stacks(self, job: str, request: int) -> dict[str, Any]:
+        found = next((one for one in self._mind.jobs() if one.id == job), None)
+        if found is None:
+            raise NotFound(f"the log of {self.run_dir} holds no job {job}", help="`keepstep jobs` lists all runs")
+        return _plain(self._views.stacks_view(found, request))
 
     def events(self, after: int = 0, wait_s: float = 0.0) -> Iterator[dict[str, Any]]:
         view = _plain(self._views.events_view(self._entries[after:], after=after, last=len(self._entries)))

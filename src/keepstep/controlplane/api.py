@@ -25,7 +25,7 @@ from keepstep.controlplane.news import News
 from keepstep.controlplane.writer import Writer
 from keepstep.core.controller import Controller
 from keepstep.core.state import Job
-from keepstep.model.facts import InjectRequested, StopRequested
+from keepstep.model.facts import InjectRequested, StacksRequested, StopRequested
 from keepstep.model.ids import JobId, NodeId, Rank
 from keepstep.ports import Clock, Entry, EventLog
 from keepstep.store.exceptions import LogFull, StoreError
@@ -54,6 +54,12 @@ class InjectBody(Struct, forbid_unknown_fields=True, kw_only=True):
     by: str = "operator"
 
 
+class StacksBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    ranks: list[int] = []
+    native: bool = False
+    by: str = "operator"
+
+
 class Desk(NamedTuple):
     """What the handlers work with."""
 
@@ -68,7 +74,7 @@ class Desk(NamedTuple):
 class Api:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._injections = 0
+        self._requests = 0
 
     # ------------------------------------------------------------ reads
 
@@ -134,7 +140,7 @@ class Api:
         why_not = _objection(job, body)
         if why_not:
             raise HTTPException(422, why_not)
-        self._injections += 1
+        self._requests += 1
         fact = InjectRequested(
             job=job.id,
             at=self._desk.clock.now(),
@@ -143,9 +149,33 @@ class Api:
             rank=None if body.rank is None else Rank(body.rank),
             target=None if body.node is None else NodeId(body.node),
             seconds=body.seconds,
-            number=self._desk.writer.seq + self._injections,
+            number=self._desk.writer.seq + self._requests,
         )
         return _json(views.accepted_view(await self._desk.writer.ask(fact, wait_s=ANSWER_S)), status=202)
+
+    async def ask_stacks(self, request: Request) -> Response:
+        body = await _body(request, StacksBody)
+        job = self._job(request)
+        if job.over or job.roster is None:
+            raise HTTPException(409, f"job {job.id} is {job.state}: it has no processes")
+        if outside := [rank for rank in body.ranks if not 0 <= rank < job.roster.world_size]:
+            raise HTTPException(422, f"there is no rank {outside[0]}; job {job.id} has {job.roster.world_size} ranks")
+        self._requests += 1
+        number = self._desk.writer.seq + self._requests
+        fact = StacksRequested(
+            job=job.id,
+            at=self._desk.clock.now(),
+            by=body.by,
+            ranks=tuple(map(Rank, body.ranks)),
+            native=body.native,
+            number=number,
+        )
+        accepted = views.accepted_view(await self._desk.writer.ask(fact, wait_s=ANSWER_S))
+        return _json({**accepted, "request": number}, status=202)
+
+    async def stacks(self, request: Request) -> Response:
+        number = int(_number(request, "request", 0, 2**63 - 1))
+        return _json(views.stacks_view(self._job(request), number))
 
     # ------------------------------------------------------------ helpers
 
@@ -171,6 +201,8 @@ def make_app(desk: Desk) -> ASGIApp:
             Route("/v1/jobs/{job}/incidents", api.incidents),
             Route("/v1/jobs/{job}/stop", api.stop, methods=["POST"]),
             Route("/v1/jobs/{job}/inject", api.inject, methods=["POST"]),
+            Route("/v1/jobs/{job}/stacks", api.ask_stacks, methods=["POST"]),
+            Route("/v1/jobs/{job}/stacks", api.stacks),
             Route("/v1/incidents", api.all_incidents),
             Route("/v1/incidents/{incident}", api.incident),
             Route("/v1/events", api.events),

@@ -19,7 +19,8 @@ from keepstep.controlplane.moments import when
 from keepstep.core.controller import Controller
 from keepstep.core.recover.rosters import shortfalls
 from keepstep.core.state import Incident, Job, Node
-from keepstep.model.ids import IncidentId, JobId, show_epoch
+from keepstep.model.actions import TakeStacks
+from keepstep.model.ids import IncidentId, JobId, Nanos, show_epoch
 from keepstep.model.placement import NAMES
 from keepstep.model.records import IncidentMeasured, IncidentMoved, IncidentOpened, Observed, PlanMade, SuspectNamed
 from keepstep.model.settings import Policy
@@ -87,6 +88,24 @@ def job_view(job: Job) -> View:
         "shared_domains": [
             {"domain": NAMES[short.kind], "nodes": list(short.nodes), "why": short.why} for short in shortfalls(job)
         ],
+    }
+
+
+def stacks_view(job: Job, request: int = 0) -> View:
+    """Where the processes of a job stood when that was last looked at.
+
+    Args:
+        request: only what was shown for this request or a later one.
+    """
+    shown = {node: fact for node, fact in job.stacks.items() if fact.request >= request}
+    places = job.roster.places if job.roster is not None else ()
+    asked = {a.node for a in job.orders.values() if isinstance(a, TakeStacks) and a.request >= request}
+    return {
+        "schema": "keepstep.v1/Stacks",
+        "job": job.id,
+        "taken_at": when(max((fact.at for fact in shown.values()), default=Nanos(0))),
+        "missing": [place.node for place in places if place.node in asked and place.node not in shown],
+        "processes": [process for fact in shown.values() for process in fact.processes],
     }
 
 

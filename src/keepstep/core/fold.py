@@ -26,7 +26,7 @@ from keepstep.core.state import (
     seat_key,
     signature,
 )
-from keepstep.model.actions import Join, KeepStandbys, KillProcess, StopJob
+from keepstep.model.actions import Join, KeepStandbys, KillProcess, StopJob, TakeStacks
 from keepstep.model.ids import Nanos, NodeId
 from keepstep.model.records import (
     AnyRecord,
@@ -242,5 +242,7 @@ def _ordered(job: Job, record: Ordered) -> None:
         job.condemned[seat_key(action.node, action.slot)] = action.why
     elif isinstance(action, KeepStandbys):
         job.standby_orders[action.node] = action.count
+    elif isinstance(action, TakeStacks):
+        job.looked = job.current, action.epoch
     elif isinstance(action, Join | StopJob) and (incident := job.incident) and not incident.ordered:
         job.incidents[incident.id] = replace(incident, ordered=record.at)

@@ -32,6 +32,8 @@ from keepstep.model.facts import (
     RestoreMoved,
     ResumeFailed,
     SdkAttached,
+    StacksRequested,
+    StacksTaken,
     StallEnded,
     StandbyGone,
     StandbyReady,
@@ -50,7 +52,7 @@ def fold_fact(job: Job, fact: AnyFact) -> None:
     if fact.seq:
         job.seqs[fact.node] = fact.seq
     match fact:
-        case JobSubmitted() | StopRequested() | InjectRequested() | TimePassed() | StandbyReady():
+        case JobSubmitted() | StopRequested() | InjectRequested() | StacksRequested() | TimePassed() | StandbyReady():
             pass  # what follows from them is in the records behind
         case GuardNoted():
             pass  # the SDK has acted by itself; this tells the story
@@ -90,6 +92,8 @@ def fold_fact(job: Job, fact: AnyFact) -> None:
         case StallEnded():
             if fact.epoch == job.epoch:
                 job.stalled.pop(fact.rank, None)
+        case StacksTaken():
+            job.stacks[fact.node] = fact
         case CollectiveBroken():
             if fact.epoch == job.epoch and _seated(job, fact.node, fact.rank):
                 job.broken[fact.rank] = fact

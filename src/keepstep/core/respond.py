@@ -26,9 +26,11 @@ from keepstep.core.locate.assess import (
     missing_at_verify,
     patience_is_over,
     retry,
+    stacks_are_in,
     stall_reports_are_in,
     store_lost,
 )
+from keepstep.core.locate.look import stacks_requested
 from keepstep.core.recover.adopt import adopt, deputy_stays_silent
 from keepstep.core.recover.end import stop
 from keepstep.core.recover.progress import check_progress, rank_resumed, settled
@@ -57,6 +59,8 @@ from keepstep.model.facts import (
     RestoreMoved,
     ResumeFailed,
     SdkAttached,
+    StacksRequested,
+    StacksTaken,
     StallEnded,
     StandbyGone,
     StandbyReady,
@@ -80,6 +84,8 @@ def respond(draft: Draft, fact: AnyFact) -> None:
                 stop(draft, fact)
         case InjectRequested():
             inject(draft, fact)
+        case StacksRequested():
+            stacks_requested(draft, fact)
         case TimePassed():
             time_passed(draft)
         case AgentJoined():
@@ -109,6 +115,8 @@ def respond(draft: Draft, fact: AnyFact) -> None:
         case RankStalled():
             assess(draft)
             look_again_at_stall(draft)
+        case StacksTaken():
+            stacks_are_in(draft)
         case WorkerFrozen() | StallEnded() | CollectiveBroken() | ResumeFailed():
             assess(draft)
         case RestoreMoved():
@@ -119,6 +127,7 @@ def respond(draft: Draft, fact: AnyFact) -> None:
             check_progress(draft)
         case ActionFailed():
             assess(draft)
+            stacks_are_in(draft)
         case RecoveredLocally():
             adopt(draft, fact)
         case StoreLost():
@@ -138,6 +147,7 @@ _WHEN_DUE: dict[str, Callable[[Draft], None]] = {
     deadlines.SETTLE: settled,
     deadlines.LOCATE: stall_reports_are_in,
     deadlines.EXPLAIN: explain_time_is_over,
+    deadlines.STACKS: stall_reports_are_in,
     deadlines.PATIENCE: patience_is_over,
     deadlines.CAPACITY: capacity_is_over,
     deadlines.ADOPT: deputy_stays_silent,

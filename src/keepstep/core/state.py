@@ -20,6 +20,7 @@ from keepstep.model.facts import (
     RestoreMoved,
     ResumeFailed,
     SlotState,
+    StacksTaken,
     UserError,
     WorkerExited,
     WorkerFrozen,
@@ -234,6 +235,10 @@ class Job(Struct, kw_only=True):
     stalled: dict[Rank, RankStalled] = {}
     broken: dict[Rank, CollectiveBroken] = {}
     cannot: dict[Rank, ResumeFailed] = {}
+    stacks: dict[NodeId, StacksTaken] = {}
+    """By node: where its processes stood when that was last looked at."""
+    looked: tuple[IncidentId | None, Epoch] = (None, NO_EPOCH)
+    """For which incident, in which epoch, the stacks were last ordered."""
     restoring: dict[NodeId, RestoreMoved] = {}
     """By node: the last word of ranks that bring their state in the present epoch."""
     refused: dict[NodeId, str] = {}

@@ -7,7 +7,7 @@ from typing import assert_never
 
 from keepstep.core.locate.brief import brief
 from keepstep.core.locate.exits import words
-from keepstep.model.actions import AnyAction, InjectFault, Join, KeepStandbys, KillProcess, StopJob
+from keepstep.model.actions import AnyAction, InjectFault, Join, KeepStandbys, KillProcess, StopJob, TakeStacks
 from keepstep.model.facts import (
     ActionDone,
     ActionFailed,
@@ -31,6 +31,8 @@ from keepstep.model.facts import (
     RestoreMoved,
     ResumeFailed,
     SdkAttached,
+    StacksRequested,
+    StacksTaken,
     StallEnded,
     StandbyGone,
     StandbyReady,
@@ -111,6 +113,10 @@ def fact_words(fact: AnyFact) -> str:
             return f"{fact.by} asks to stop: {fact.why}"
         case InjectRequested():
             return f"{fact.by} asks for {fact.fault}"
+        case StacksRequested():
+            return f"{fact.by} asks for stacks"
+        case StacksTaken():
+            return f"{fact.node}: stacks of {len(fact.processes)} processes"
         case TimePassed():
             return "a deadline is due"
         case AgentJoined():
@@ -237,6 +243,8 @@ def action_words(action: AnyAction) -> str:
             return f"{action.node}: stop with code {action.code} ({action.category})"
         case InjectFault():
             return f"{action.node}: inject {action.fault}"
+        case TakeStacks():
+            return f"{action.node}: take the stacks of rank {fold_ranks(action.ranks)}, {action.why}"
         case _:
             assert_never(action)
 

@@ -69,4 +69,13 @@ class InjectFault(Action, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-AnyAction = Join | KillProcess | KeepStandbys | StopJob | InjectFault
+class TakeStacks(Action, frozen=True, kw_only=True):
+    """Look into the processes of these ranks and report ``StacksTaken``. Changes nothing."""
+
+    ranks: tuple[Rank, ...]
+    request: int
+    why: str
+    native: bool = False
+
+
+AnyAction = Join | KillProcess | KeepStandbys | StopJob | InjectFault | TakeStacks

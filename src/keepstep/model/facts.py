@@ -11,6 +11,7 @@ from typing import Literal
 from msgspec import Struct
 
 from keepstep.model.ids import ActionId, Epoch, JobId, Nanos, NodeId, Rank, SlotId
+from keepstep.model.stacks import ProcessStacks
 from keepstep.model.topology import JobSpec, Roster
 
 
@@ -80,6 +81,21 @@ class InjectRequested(Fact, frozen=True, kw_only=True):
     rank: Rank | None = None
     target: NodeId | None = None
     seconds: float = 0.0
+    number: int = 0
+
+
+class StacksRequested(Fact, frozen=True, kw_only=True):
+    """A person asked where the processes of a job stand.
+
+    Attributes:
+        ranks: only these; all where empty.
+        native: frames of C and C++ libraries, too; every process is stopped for a moment then.
+        number: names the request; the answers carry it.
+    """
+
+    by: str
+    ranks: tuple[Rank, ...] = ()
+    native: bool = False
     number: int = 0
 
 
@@ -263,6 +279,14 @@ class StallEnded(Fact, frozen=True, kw_only=True):
     epoch: Epoch
 
 
+class StacksTaken(Fact, frozen=True, kw_only=True):
+    """Where the processes of this node's ranks stood, all within a few seconds."""
+
+    epoch: Epoch
+    request: int
+    processes: tuple[ProcessStacks, ...]
+
+
 class CollectiveBroken(Fact, frozen=True, kw_only=True):
     """A survivor's collective raised. Evidence that *somebody* is gone; says nothing about who."""
 
@@ -359,6 +383,7 @@ AnyFact = (
     JobSubmitted
     | StopRequested
     | InjectRequested
+    | StacksRequested
     | TimePassed
     | AgentJoined
     | CheckpointNoted
@@ -376,6 +401,7 @@ AnyFact = (
     | WorkerFrozen
     | RankStalled
     | StallEnded
+    | StacksTaken
     | CollectiveBroken
     | RankJoined
     | RestoreMoved

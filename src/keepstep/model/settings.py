@@ -16,6 +16,7 @@ class Policy(Struct, frozen=True, kw_only=True):
             well. The end of a whole job is no fault; only after that is the node that left alone replaced.
         explain_s: how long a broken collective may stay unexplained before the epoch is rebuilt without a suspect.
         locate_s: how long stall reports are collected before the suspect is named.
+        stacks_s: how long the vote of a stall that names nobody waits for the stacks of the processes.
         stall_patience_s: how long a stall may stay unexplained because some rank is not stalled by its own limits
             (a long evaluation, say) before the epoch is rebuilt without a suspect.
         rebuild_s: from a Join order to every rank resumed, and at least from the last bytes of any rank's state that
@@ -35,6 +36,7 @@ class Policy(Struct, frozen=True, kw_only=True):
     leave_s: float = 1.0
     explain_s: float = 2.0
     locate_s: float = 0.3
+    stacks_s: float = 3.0
     stall_patience_s: float = 3600.0
     rebuild_s: float = 60.0
     first_start_s: float = 600.0

@@ -10,9 +10,9 @@ from keepstep.model.ids import Rank, SlotId
 
 MAX_FRAMES = 48
 """Per thread: the innermost ones, and the outermost one. The middle of a deep recursion tells nothing."""
-MAX_THREADS = 24
+MAX_THREADS = 16
 """Per process; the main thread is always among them."""
-MAX_PROCESSES = 16
+MAX_PROCESSES = 12
 """Per rank: the trainer, and what it has started."""
 
 How = Literal["py-spy", "faulthandler", "none"]

@@ -20,7 +20,8 @@ from keepstep.core.locate.faults import (
     onset_of_doubt,
     victims,
 )
-from keepstep.core.locate.stall import vote
+from keepstep.core.locate.look import looking, order_stacks, seen
+from keepstep.core.locate.stall import vote, weigh
 from keepstep.core.recover.act import act, answer, open_incident
 from keepstep.core.recover.measure import resolve
 from keepstep.core.recover.progress import check_progress
@@ -65,13 +66,16 @@ def _stalled(draft: Draft) -> None:
     onset = Nanos(min(draft.now, first.at - nanos(first.idle_s)))
     open_incident(draft, f"no progress since step {first.step}", onset)
     draft.move_incident("LOCATING", "ranks stopped moving; collecting where each one stands")
+    if job.looked != (draft.incident.id, job.epoch):
+        order_stacks(draft, "ranks stopped moving")
+        draft.wake(deadlines.STACKS, draft.policy.stacks_s)
     draft.wake_once(deadlines.LOCATE, draft.policy.locate_s)
 
 
 def _moved_again(draft: Draft) -> None:
     """Nothing is left on the board: it was a pause. If communicators had been touched, a broken one would say so."""
     incident = draft.incident
-    draft.clear(deadlines.LOCATE, deadlines.EXPLAIN, deadlines.PATIENCE)
+    draft.clear(deadlines.LOCATE, deadlines.STACKS, deadlines.EXPLAIN, deadlines.PATIENCE)
     if incident.attempts:
         draft.move_incident("DECIDED", "all ranks moved again by themselves")
         draft.move_incident("RECOVERING", "all ranks moved again by themselves")
@@ -92,7 +96,18 @@ def stall_reports_are_in(draft: Draft) -> None:
         draft.wake_once(deadlines.PATIENCE, draft.policy.stall_patience_s)
         draft.wake_once(deadlines.LOCATE, draft.policy.stall_patience_s)
         return
+    if not vote(list(job.stalled.values()), gone).ranks and deadlines.STACKS in job.deadlines and looking(job):
+        return  # the positions name nobody, the stacks may; either those or their deadline brings us back
     convict(draft, gone)
+
+
+def stacks_are_in(draft: Draft) -> None:
+    """A node has shown where its processes stand. Once all have, a vote that waited for that goes on."""
+    job = draft.job
+    if deadlines.STACKS in job.deadlines and not looking(job):
+        draft.clear(deadlines.STACKS)
+        if deadlines.LOCATE not in job.deadlines:
+            stall_reports_are_in(draft)
 
 
 def look_again_at_stall(draft: Draft) -> None:
@@ -105,7 +120,7 @@ def look_again_at_stall(draft: Draft) -> None:
 def convict(draft: Draft, gone: list[Rank]) -> None:
     """Vote with what is known and act on the verdict."""
     job = draft.job
-    verdict = vote(list(job.stalled.values()), gone)
+    verdict = weigh(vote(list(job.stalled.values()), gone), seen(job))
     onset = draft.incident.onset
     ranks = fold_ranks(verdict.ranks)
     blamed = {job.seat_of(rank).node for rank in verdict.ranks}

@@ -24,8 +24,8 @@ Waits = Literal["collective", "data", "storage", "lock", "sleep", "stopped", "en
 SHOWN = 3
 """Frames by which a place is told to people."""
 
-_LIBRARY = re.compile(r"(?:^|/)(?:site-packages|dist-packages|lib/python3\.\d+)/(.+)$")
-_STARTER = re.compile(r"keepstep/agent/|/runpy\.py$|<frozen runpy>|/threading\.py$|/multiprocessing/")
+_LIBRARY = re.compile(r"^.*(?:^|/)(?:site-packages|dist-packages|lib/python3\.\d+)/(.+)$")
+_STARTER = re.compile(r"keepstep/agent/|(?:^|/)runpy\.py$|<frozen runpy>|/multiprocessing/(?:process|popen|spawn|fork)")
 """Files of what has started a program or a thread; they are the same everywhere."""
 _COLLECTIVE = re.compile(
     r"(all_|i?barrier|monitored_barrier|broadcast|gather|scatter|reduce|recv|send|wait_tensor|batch_isend_irecv)"
@@ -59,21 +59,30 @@ class Place(Struct, frozen=True, kw_only=True):
     shown: str
 
     @property
+    def doing(self) -> str:
+        """``waits in a collective``, or ``wait`` where there are several."""
+        one, several = _WORDS[self.waits]
+        return one if len(self.ranks) == 1 else several
+
+    @property
+    def who(self) -> str:
+        return f"rank{'s' if len(self.ranks) > 1 else ''} {fold_ranks(self.ranks)}"
+
+    @property
     def line(self) -> str:
-        many = len(self.ranks) > 1
-        return f"rank{'s' if many else ''} {fold_ranks(self.ranks)} {_WORDS[self.waits]}: {self.shown or 'no stack'}"
+        return f"{self.who} {self.doing}: {self.shown or 'no stack'}"
 
 
-_WORDS: dict[Waits, str] = {
-    "collective": "wait in a collective",
-    "data": "wait for data",
-    "storage": "wait for a file system or a device",
-    "lock": "wait for a lock",
-    "sleep": "sleep",
-    "stopped": "have been stopped by a signal",
-    "ended": "have ended",
-    "computing": "compute",
-    "unknown": "stand somewhere unknown",
+_WORDS: dict[Waits, tuple[str, str]] = {
+    "collective": ("waits in a collective", "wait in a collective"),
+    "data": ("waits for data", "wait for data"),
+    "storage": ("waits for a file system or a device", "wait for a file system or a device"),
+    "lock": ("waits for a lock", "wait for a lock"),
+    "sleep": ("sleeps", "sleep"),
+    "stopped": ("has been stopped by a signal", "have been stopped by a signal"),
+    "ended": ("has ended", "have ended"),
+    "computing": ("computes", "compute"),
+    "unknown": ("stands somewhere unknown", "stand somewhere unknown"),
 }
 
 
@@ -186,8 +195,7 @@ def comparable(process: ProcessStacks) -> tuple[str, ...]:
     thread = process.main
     if thread is None:
         return ()
-    calls = [_call(frame) for frame in reversed(thread.frames) if not _starts(frame)]
-    return tuple(calls)
+    return tuple(_call(frame) for frame in reversed(without_starters(thread.frames)))
 
 
 def tell(process: ProcessStacks) -> str:
@@ -199,6 +207,11 @@ def tell(process: ProcessStacks) -> str:
     inner = thread.frames[0]
     chosen = [inner, *[frame for frame in own if frame is not inner]][:SHOWN]
     return " < ".join(f"{frame.function} ({short(frame.file)}:{frame.line})" for frame in chosen)
+
+
+def without_starters(frames: Sequence[Frame]) -> list[Frame]:
+    """The calls of the program itself."""
+    return [frame for frame in frames if not _starts(frame)]
 
 
 def short(file: str) -> str:
@@ -214,4 +227,5 @@ def _call(frame: Frame) -> str:
 
 
 def _starts(frame: Frame) -> bool:
+    """Whether the frame belongs to what started the program, and says nothing of where it stands."""
     return bool(_STARTER.search(frame.file))

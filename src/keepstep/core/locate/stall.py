@@ -12,9 +12,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from keepstep.core.locate.stacks import Consensus
 from keepstep.model.facts import RankStalled
 from keepstep.model.ids import Rank
+
+AGREES = 0.2
+"""What is left of the doubt in a vote when the stacks point at the same ranks."""
+ODD_ALONE = 0.75
+"""That a minority whose stacks differ is what the others wait for, where positions say nothing."""
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
@@ -61,6 +68,29 @@ def vote(positions: Sequence[RankStalled], gone: Collection[Rank] = ()) -> Verdi
     else:
         reason = "the ranks' positions do not point at a minority of them"
     return Verdict(ranks=(), probability=0.0, reason=reason, evidence=evidence)
+
+
+def weigh(verdict: Verdict, seen: Consensus | None) -> Verdict:
+    """The vote on positions together with where the processes were seen to stand.
+
+    Stacks that agree with the vote make it surer, stacks of a minority name whom the vote could not, and where all
+    wait for storage nobody is named: taking a node away would help as little as restarting a process.
+    """
+    if seen is None:
+        return verdict
+    evidence = (*verdict.evidence, *(place.line for place in seen.places[:4]))
+    if seen.storage:
+        reason = "all ranks wait for a file system or a device: none of them is to blame"
+        return Verdict(ranks=(), probability=0.0, reason=reason, evidence=evidence)
+    if verdict.ranks:
+        surer = set(verdict.ranks) <= set(seen.odd)
+        doubt = (1 - verdict.probability) * (AGREES if surer else 1.0)
+        return replace(verdict, probability=round(1 - doubt, 3), evidence=evidence)
+    if seen.odd:
+        place = next(place for place in seen.places if place.ranks[0] in seen.odd)
+        reason = f"is not where the others are: it {place.doing}, at {place.shown or 'a place that nobody could see'}"
+        return Verdict(ranks=seen.odd, probability=ODD_ALONE, reason=reason, evidence=evidence)
+    return replace(verdict, evidence=evidence)
 
 
 def _convict(guilty: Sequence[RankStalled], probability: float, reason: str, evidence: tuple[str, ...]) -> Verdict:
