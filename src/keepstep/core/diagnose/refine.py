@@ -21,10 +21,13 @@ MANY_FLAPS = 3
 """Times a link may go down before its cable is blamed."""
 SHARED_NODES = 3
 """Nodes with the same storage fault, from which on the storage is to blame and not the nodes."""
+_START_UP = frozenset({"scope", "rendezvous", "gpu_oom", "names", "credentials"})
+"""Faults at start that may be gone at the next attempt."""
 _SLOW_OR_NUMERIC = frozenset({"nan", "sdc", "scope_one", "ecc", "link", "cable", "storage_stall", "data_value"})
 """Faults with which training may well go on."""
 _RUN = re.compile(r"\brun [A-Z]:? ([\w.+-]+)", re.IGNORECASE)
 _OTHERS_MEMORY = re.compile(r"Process \d+ has ([\d.]+) GiB memory in use.*this process has ([\d.]+) GiB", re.IGNORECASE)
+_VICTIM = re.compile(r"Kill(?:ed)? process \d+ \(([^)]+)\)", re.IGNORECASE)
 _OWN_PROGRAM = re.compile(r"python|pt_|torch|train|ray", re.IGNORECASE)
 
 
@@ -49,6 +52,8 @@ def refine(cause: Cause, log: Log) -> Cause:
     family = next((one.rule.family for one in cause.findings if one.rule.family), "")
     think = _FAMILIES.get(family)
     thought = think(cause, log) if think else cause
+    if thought.category == "user_code" and family in _START_UP and log.has("restarted") and log.has("recovered"):
+        return _passing(thought, thought.id, "retry_with_backoff", thought.weight, "the next attempt came up")
     return thought if family in _SLOW_OR_NUMERIC or not log.went_on else _survived(thought, log)
 
 
@@ -264,8 +269,11 @@ def _host_memory(cause: Cause, log: Log) -> Cause:
     machine = "kernel_memory_leak" in log.findings or log.has("peers_normal")
     if machine and any("memcg" not in one.text.lower() and "cgroup" not in one.text for one in cause.findings):
         return _machine(replace(cause, id="host_memory_taken"), 0.8, "the job's processes are as large as everywhere")
-    victims = {one.fields.get("thing", "") for one in cause.findings} - {""}
+    victims = {name for one in cause.findings for name in _VICTIM.findall(one.text)}
     if victims and not any(map(_OWN_PROGRAM.search, victims)):
+        if not _died(log):
+            harm = {"category": "none", "action": "no_action", "transient": False}
+            return replace(cause, id="benign_kernel_noise", weight=0.6, why="it was no process of the job", **harm)
         return replace(
             cause, weight=0.6, category="infrastructure", action="isolate_and_verify", why="it was no training process"
         )
@@ -280,7 +288,8 @@ def _app_fault(cause: Cause, log: Log) -> Cause:
             weight=cause.weight + 0.12,
             why="the same on every rank" if _spread(cause, log) else "a line of the user's code makes it",
         )
-    if log.has("only_here") and (log.has("again") or log.has("many_times")):
+    repeated = log.has("again") or log.has("many_times") or log.counts["graphics_exception"] > 1
+    if log.has("only_here") and repeated:
         return _machine(cause, cause.weight + 0.1, "only this GPU makes it, again and again", "isolate_and_verify")
     return cause
 

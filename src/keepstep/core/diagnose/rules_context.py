@@ -31,8 +31,8 @@ CONTEXT: tuple[Rule, ...] = (
     ),
     _tag(
         "only_here",
-        r"\bonly (?:on |from )?(?:node|rank|host|gpu|this|that|one|rack|\w+-\d+)\b|there only|(?:other|remaining|all other) (?:nodes?|ranks?|gpus?|hosts?|machines?|workers?)\W{0,3}(?:.{0,24}\b(?:no|fine|normal|ok|healthy|unlimited|unaffected|alive|clean|zero|pass|see it)\b|[\d-]+ ?(?:Gi?B|%|C|MHz|ms|s|W)?\b(?!.*rank))|others?\b.{0,20}(?:fine|normal|unaffected|healthy|\b0\b)|\b(?:1|one) (?:of|out of) \d+ (?:nodes|ranks|hosts)|single (?:node|host|rank)",
-        "only|other|others|remaining|single|one|of ",
+        r"\bonly (?:on |from )?(?:node|rank|host|gpu|this|that|one|rack|\w+-\d+)\b|there only|no \w+ on any other|(?:other|remaining|all other) (?:\d+ )?(?:nodes?|ranks?|gpus?|hosts?|machines?|workers?)\W{0,3}(?:.{0,24}\b(?:no|fine|normal|ok|healthy|unlimited|unaffected|alive|clean|zero|pass|see it)\b|[\d-]+ ?(?:Gi?B|%|C|MHz|ms|s|W)?\b(?!.*rank))|others?\b.{0,20}(?:fine|normal|unaffected|healthy|\b0\b)|\b(?:1|one) (?:of|out of) \d+ (?:nodes|ranks|hosts)|single (?:node|host|rank)",
+        "only|any other|other|others|remaining|single|one|of ",
         "only here",
         "only node-090 of 32 nodes affected",
         "other nodes: no nfs messages",
@@ -54,6 +54,13 @@ CONTEXT: tuple[Rule, ...] = (
         "restart from step 70000 on different nodes: nan again at step 70045, dp rank 5",
     ),
     _tag(
+        "own_other_job",
+        r"job \d+ of the same user|(?:another|second|other) job of (?:the same|this) user|two jobs",
+        "same user|this user|two jobs",
+        "another job of the same user takes part",
+        'LISTEN 0 2048 *:29500 users:(("python3",pid=90122,fd=3))   # job 8121 of the same user, running since 2 days',
+    ),
+    _tag(
         "peers_normal",
         r"as on (?:every|all) other|(?:equal|same|usual|ordinary) on all|on all (?:nodes|hosts|ranks) [\d-]+|other (?:nodes|hosts) [\d-]+|normally \d",
         "other|equal|same|usual|ordinary|on all|normally",
@@ -62,8 +69,8 @@ CONTEXT: tuple[Rule, ...] = (
     ),
     _tag(
         "restarted",
-        r"will restart worker group|(?:attempt|try|restart) ?#?[2-9]\b(?! of| ?/)|restarting (?:the )?(?:worker|job|all)|Rendezvous complete|relaunch",
-        "restart|attempt|try|rendezvous complete|relaunch",
+        r"will restart worker group|(?:attempt|try|restart) ?#?[2-9]\b(?! of| ?/)|restarting (?:the )?(?:worker|job|all)|Rendezvous complete|relaunch|next attempt",
+        "restart|attempt|try|rendezvous complete|relaunch|attempt",
         "the job was started again",
         "api: [default] Worker group FAILED. 3/3 attempts left; will restart worker group",
     ),
@@ -127,8 +134,8 @@ CONTEXT: tuple[Rule, ...] = (
     ),
     _tag(
         "stale_process",
-        r"previous (?:attempt|run|job|process)|attempt \d+ of the same job|orphan|defunct|zombie|left[- ]?over|stale (?:process|python|pid)|old (?:process|python|pid)|earlier (?:attempt|run|job)|still (?:holds|running|held)",
-        "previous|attempt|orphan|defunct|zombie|left|stale|old|earlier|still",
+        r"previous (?:attempt|run|job|process)|attempt \d+ of the same job|orphan|defunct|zombie|left[- ]?over|stale (?:process|python|pid)|old (?:process|python|pid)|earlier (?:attempt|run|job)|still (?:holds|running|held)|job \d+,? ended",
+        "previous|attempt|orphan|defunct|zombie|left|stale|old|earlier|still|ended",
         "a process of an earlier attempt is still there",
         "existing context: pid 3310 (previous attempt of this job, exiting, in D state)",
     ),

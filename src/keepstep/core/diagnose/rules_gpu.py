@@ -347,8 +347,8 @@ GPU: tuple[Rule, ...] = (
     ),
     infra(
         "gpu_diag_failed",
-        r"(?:dcgmi? diag|dcgm (?:level|diag)|nvvs|gpu[_-]burn|gemm|burn-in|hbm test|memtest|nccl-tests?|all_reduce_perf).{0,60}\b(?:FAIL(?:ED|URE)?|errors? found|faulty)\b",
-        "fail|errors found|error found|faulty",
+        r"(?:p2pBandwidthLatencyTest|bandwidthTest|dcgmi? diag|dcgm (?:level|diag)|nvvs|gpu[_-]burn|gemm|burn-in|hbm test|memtest|nccl-tests?|all_reduce_perf).{0,60}\b(?:FAIL(?:ED|URE)?|errors? found|faulty|hang|hung)\b",
+        "fail|hang|hung|errors found|error found|faulty",
         "a test of the machine failed",
         weight=0.82,
         source="DCGM diagnostics",

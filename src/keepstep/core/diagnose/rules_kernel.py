@@ -119,6 +119,16 @@ KERNEL: tuple[Rule, ...] = (
         ),
     ),
     infra(
+        "cpu_slow",
+        r"PROCHOT|CPU frequency (?:capped|limited)|Bzy_MHz [1-9]\d{2}\b|cpu ?freq\w*.{0,30}(?:capped|stuck|limited)|scaling_governor.{0,20}powersave",
+        "prochot|cpu frequency|bzy_mhz|freq|governor",
+        "the machine's processors run slower than they should",
+        weight=0.78,
+        family="scope_one",
+        source="Linux intel_pstate, turbostat",
+        samples="kernel: intel_pstate: CPU frequency capped by platform (PROCHOT asserted)",
+    ),
+    infra(
         "kernel_memory_leak",
         r"slab_unreclaimable:\d{8,}|(?:slab|SUnreclaim|kbslab)\D{0,12}(?:\d{8,}|\d{3,} ?Gi?B)|kmemleak",
         "slab|sunreclaim|kmemleak",

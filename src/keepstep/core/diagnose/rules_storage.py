@@ -110,7 +110,7 @@ STORAGE: tuple[Rule, ...] = (
     ),
     passing(
         "object_store_throttle",
-        r"(?<!HW )(?<!thermal )\bSlowDown\b|Please reduce your request rate|TooManyRequests|429 (?:Too Many|Client Error)|Service ?Unavailable|error occurred \((?:500|502|503)\)|503 (?:Slow|Service|Server)|Throttl\w+|RequestLimitExceeded|rateLimitExceeded|InternalError.{0,40}(?:PutObject|GetObject|UploadPart)|ServerBusy|HTTP (?:Error )?(?:429|500|502|503|504)\b",
+        r"(?<!HW )(?<!thermal )\bSlowDown\b|Please reduce your request rate|TooManyRequests|429 (?:Too Many|Client Error)|Service ?Unavailable|error occurred \((?:500|502|503)\)|503 (?:Slow|Service|Server)|Throttling(?:Exception|Error)?\b|(?:requests?|was) throttled|RequestLimitExceeded|rateLimitExceeded|InternalError.{0,40}(?:PutObject|GetObject|UploadPart)|ServerBusy|HTTP (?:Error )?(?:429|500|502|503|504)\b",
         "slowdown|reduce your request|toomanyrequests|too many|serviceunavailable|unavailable|error occurred|slow|service|server|throttl|limitexceeded|internalerror|serverbusy|http",
         "the object store asks for fewer requests",
         weight=0.74,
@@ -138,6 +138,7 @@ STORAGE: tuple[Rule, ...] = (
         r"AccessDenied|ExpiredToken|InvalidAccessKeyId|SignatureDoesNotMatch|NoCredentialsError|Unable to locate credentials|403 (?:Forbidden|Client Error)|401 (?:Unauthorized|Client Error)|token (?:has |is )?expired|credentials? (?:have |has )?expired|GatedRepoError|InvalidToken|certificate has expired|CERTIFICATE_VERIFY_FAILED|authentication fail|Invalid API key|PermissionDenied",
         "accessdenied|expired|invalidaccesskey|signaturedoesnotmatch|credentials|forbidden|client error|unauthorized|gatedrepo|invalidtoken|certificate|authentication fail|api key|permissiondenied",
         "the job's credentials are missing, wrong or expired",
+        family="credentials",
         weight=0.8,
         source="botocore, huggingface_hub",
         samples=(
