@@ -117,6 +117,9 @@ def scores(judged: Sequence[Judged]) -> dict[str, Any]:
         "transient_accuracy": share(judged, lambda one: one.got.transient == one.case.transient),
         "action_accuracy": share(judged, lambda one: one.got.action == head(one.case.action)),
         "wrong_evictions": sum(wrong_eviction(one.case, one.got) for one in judged),
+        "wrong_evictions_amid_noise": sum(
+            one.amid_noise is not None and wrong_eviction(one.case, one.amid_noise) for one in judged
+        ),
         "innocent_nodes": sum(innocent_node(one.case, one.got) for one in judged),
         "unknown": sum(one.got.category == "unknown" for one in judged),
         "same_amid_noise": share(judged, lambda one: one.unmoved),
@@ -164,7 +167,7 @@ def within(found: dict[str, Any]) -> dict[str, bool | None]:
     return {
         "category_accuracy": found["category_accuracy"] >= CATEGORY_ACCURACY,
         "culprit_accuracy": None if culprit is None else culprit >= CULPRIT_ACCURACY,
-        "wrong_evictions": found["wrong_evictions"] == 0,
+        "wrong_evictions": found["wrong_evictions"] == 0 and found["wrong_evictions_amid_noise"] == 0,
         "same_amid_noise": found["same_amid_noise"] >= CROWDED_SAME,
         "throughput": None if large_log is None else large_log["mb_s"] >= THROUGHPUT_MB_S,
         "large_log_found": None if large_log is None else large_log["found"],

@@ -120,6 +120,7 @@ def test_scores_are_shares_of_what_they_are_about() -> None:
     assert found["root_cause_accuracy"] == 0.6667
     assert found["action_accuracy"] == 0.3333
     assert found["wrong_evictions"] == 1
+    assert found["wrong_evictions_amid_noise"] == 0
     assert found["same_amid_noise"] == 0.6667
 
 
