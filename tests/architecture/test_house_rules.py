@@ -15,7 +15,7 @@ SOURCE = ROOT / "src" / "keepstep"
 MODULES = sorted(SOURCE.rglob("*.py"))
 MAX_LINES = 400
 OUTGROWN = {"trainer/groups_torch.py": 450, "model/facts.py": 440}
-"""Modules that are beyond it already: they may shrink, and may not grow. Facts are a closed vocabulary, in one place."""
+"""Modules that are beyond it already: they may shrink, and may not grow. Facts are one closed vocabulary."""
 SAMPLES = ROOT / "tests" / "diagnosis" / "cases"
 """Logs as they are found in the world, with the paths that are in them."""
 
