@@ -354,25 +354,25 @@ def test_an_upload_that_fails_in_the_middle_leaves_neither_object_nor_parts(clou
     assert cloud.uploads == {}
 
 
-def test_a_part_that_is_throttled_is_sent_again(cloud: s3.Store) -> None:
-    """503 in the middle of an upload in parts: the object is whole in the end, and no upload stays open."""
-    tier = open_tier("s3://bucket/p")
+def test_a_part_that_is_throttled_is_sent_again_and_not_all_before_it(cloud: s3.Store) -> None:
+    """503 in the middle of an upload in parts: the object is whole in the end, and the parts before it went up once."""
+    said: list[int] = []
 
     class Pieces(list[bytes]):
         def __iter__(self) -> Iterator[bytes]:
             for number, piece in enumerate(super().__iter__()):
-                if number == 2 and not cloud.moods and not said:
+                if number == 3 and not said:
                     said.append(1)
-                    cloud.moods.extend([(503, "SlowDown")] * 3)
+                    cloud.moods.extend([(503, "SlowDown")] * 12)
                 yield piece
 
-    said: list[int] = []
     pieces = Pieces(bytes([number]) * (5 * 1024 * 1024) for number in range(5))
-    assert tier.put("large", pieces) == 25 * 1024 * 1024
+    assert open_tier("s3://bucket/p").put("large", pieces) == 25 * 1024 * 1024
     assert said == [1]
-    assert cloud.moods == type(cloud.moods)()
+    assert not cloud.moods
     assert cloud.objects["bucket/p/large"] == b"".join(list.__iter__(pieces))
     assert cloud.uploads == {}
+    assert cloud.requests.count("PUT bucket/p/large") == 4 + 12
 
 
 def test_an_answer_that_breaks_off_is_asked_for_again_and_never_taken_for_whole(cloud: s3.Store) -> None:
@@ -504,6 +504,26 @@ def test_pauses_grow_up_to_a_limit_and_the_budget_ends_them() -> None:
     assert sum(pauses) < 60
     assert max(pauses) == 5.0
     assert all(a <= b for a, b in itertools.pairwise(pauses))
+
+
+def test_a_long_call_that_fails_at_its_end_has_its_budget_before_it() -> None:
+    """An hour of upload, then 503 for the last request: the hour does not count against the tries that follow."""
+    now = [0.0]
+
+    class Slow(Flaky):
+        def put(self, name: str, chunks: object) -> int:
+            now[0] += 3600
+            return super().put(name, chunks)
+
+    def pause(seconds: float) -> None:
+        now[0] += seconds
+
+    tier = Slow(1)
+    Retrying(tier, budget_s=30, draw=lambda: 0.5, sleep=pause, clock=lambda: now[0]).put("a", [b"a"])
+    assert tier.get("a") == b"a"
+    hopeless = Slow(10**6)
+    with pytest.raises(TierAway, match="gave up after 2 tries"):
+        Retrying(hopeless, budget_s=30, draw=lambda: 0.5, sleep=pause, clock=lambda: now[0]).put("a", [b"a"])
 
 
 def test_every_try_gets_all_the_bytes_again() -> None:

@@ -33,14 +33,14 @@ def open_tier(
         url: a path, ``file://``, ``s3://bucket/prefix``, ``gs://``, ``az://``, or ``memory://name`` of this process.
         create: make a directory that is not there yet; writers do, readers do not.
         seen: this directory has been a tier before, so without its marker it is a mount that went away.
-        budget_s: how long one call may try again; 0 tries once.
+        budget_s: how long one call may try again after its first failure; 0 tries once.
 
     Raises:
         TierDenied: no such kind of place, a wrong URL, or the extra is not installed.
         TierMissing: no such directory, and ``create`` is not set.
         TierAway, TierFull: the place cannot be used now.
     """
-    return Retrying(_open(url, label, create=create, seen=seen), budget_s=budget_s)
+    return Retrying(_open(url, label, create=create, seen=seen, patient=budget_s > 0), budget_s=budget_s)
 
 
 def is_directory(url: str) -> bool:
@@ -62,7 +62,7 @@ def directory(url: str) -> Path:
     return Path(unquote(parts.path))
 
 
-def _open(url: str, label: str, *, create: bool, seen: bool) -> Tier:
+def _open(url: str, label: str, *, create: bool, seen: bool, patient: bool) -> Tier:
     if not url:
         raise TierDenied("an empty name is no place for checkpoints; give a path or a URL such as s3://bucket/prefix")
     if is_directory(url):
@@ -81,4 +81,5 @@ def _open(url: str, label: str, *, create: bool, seen: bool) -> Tier:
         from keepstep.checkpoint.tiers.remote_obstore import RemoteTier
     except ImportError as error:
         raise TierDenied(f"{url}: needs obstore: pip install 'keepstep[checkpoint]' ({error})") from error
-    return RemoteTier(url, label, plain=any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS))
+    plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
+    return RemoteTier(url, label, plain=plain, patient=patient)

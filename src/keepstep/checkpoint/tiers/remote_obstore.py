@@ -37,6 +37,10 @@ REQUEST_S = 60.0
 CONNECT_S = 5.0
 STORE_RETRIES = 1
 """Tries inside the library; patience beyond that is the tier's own (``retry``)."""
+PART_RETRIES = 8
+"""The same for each part of an upload: a store that throttles in the middle costs that part anew, not all before it."""
+PART_PAUSE_S = 5.0
+"""Longest pause before a part is sent again; they grow, and are drawn at random."""
 _FULL = ("insufficientstorage", "507 insufficient", "quotaexceeded", "quota exceeded", "no space left")
 _DENIED = ("403 forbidden", "401 unauthorized", "accessdenied", "nosuchbucket", "invalidaccesskeyid", "301 moved")
 Config = dict[str, str]
@@ -48,26 +52,46 @@ class RemoteTier:
     Args:
         config: the store's settings as obstore names them; the environment's where left out.
         plain: an endpoint without TLS is meant.
+        patient: parts of an upload are sent again and again.
 
     Raises:
         TierDenied: the URL or the store's settings cannot be right.
     """
 
-    def __init__(self, url: str, label: str = "remote", *, config: Config | None = None, plain: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        label: str = "remote",
+        *,
+        config: Config | None = None,
+        plain: bool = False,
+        patient: bool = True,
+    ) -> None:
         self.label, self.where = label, url.rstrip("/")
         options: ClientConfig = {
             "timeout": timedelta(seconds=REQUEST_S),
             "connect_timeout": timedelta(seconds=CONNECT_S),
             "allow_http": plain,
         }
-        retry: RetryConfig = {"max_retries": STORE_RETRIES, "retry_timeout": timedelta(seconds=REQUEST_S)}
+        once: RetryConfig = {"max_retries": STORE_RETRIES, "retry_timeout": timedelta(seconds=REQUEST_S)}
+        often: RetryConfig = {
+            "max_retries": PART_RETRIES,
+            "backoff": {
+                "init_backoff": timedelta(seconds=0.1),
+                "max_backoff": timedelta(seconds=PART_PAUSE_S),
+                "base": 2,
+            },
+            "retry_timeout": timedelta(seconds=REQUEST_S),
+        }
         make: Callable[..., ObjectStore] = from_url  # its overloads want the kind of store known beforehand
         try:
-            self._store = (
-                MemoryStore()
-                if url.startswith("memory:")
-                else make(url, config=config, client_options=options, retry_config=retry)
-            )
+            if url.startswith("memory:"):
+                self._store = self._uploads = MemoryStore()
+            else:
+                self._store = make(url, config=config, client_options=options, retry_config=once)
+                self._uploads = (
+                    make(url, config=config, client_options=options, retry_config=often) if patient else self._store
+                )
         except (BaseError, ValueError) as error:
             raise TierDenied(
                 f"{url}: {_first_line(error)}; the store's settings come from the environment (AWS_..., GOOGLE_..., "
@@ -90,7 +114,7 @@ class RemoteTier:
                 return size
             counter = _Counter(head, source)
             obstore.put(
-                self._store,
+                self._uploads,
                 name,
                 iter(counter),
                 use_multipart=True,

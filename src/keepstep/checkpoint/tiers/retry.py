@@ -19,7 +19,8 @@ FIRST_S = 0.2
 LAST_S = 10.0
 """No pause is longer."""
 BUDGET_S = 60.0
-"""After so long in all, one call gives up. The next generation tries again."""
+"""So long after its first failure a call is tried no more; the next generation tries again. The time before it does not
+count: an upload of an hour whose last request fails is worth a second try."""
 T = TypeVar("T")
 
 
@@ -68,14 +69,16 @@ class Retrying:
         return self._try(lambda: self.inner.sweep(older_than_s))
 
     def _try(self, call: Callable[[], T]) -> T:
-        until, longest, tries = self._clock() + self._budget_s, FIRST_S, 0
+        until: float | None = None
+        longest, tries = FIRST_S, 0
         while True:
             try:
                 return call()
             except TierAway as error:
                 tries += 1
-                pause = longest * self._draw()
-                if self._clock() + pause >= until:
+                pause, now = longest * self._draw(), self._clock()
+                until = now + self._budget_s if until is None else until
+                if now + pause >= until:
                     raise TierAway(f"{error} (gave up after {tries} tries)") from error
                 self._sleep(pause)
                 longest = min(LAST_S, longest * 2)
