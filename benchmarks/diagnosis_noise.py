@@ -49,9 +49,10 @@ def noise(luck: random.Random, *, hosts: bool = True) -> Iterator[str]:
         node = f"node-{rank // PER_NODE:03d}" if hosts else "login-1"
         share = luck.random()
         loss = 2 + share / 7
+        data = "" if step % 10 else f" | data wait {share / 90:.4f} s"
         yield (
             f"[rank{rank}]: step {step} | loss {loss:.4f} | gnorm {share:.3f} | tok/s {300000 + step % 4999} | "
-            f"mfu {38 + 4 * share:.1f}% | data wait {share / 90:.4f} s\n"
+            f"mfu {38 + 4 * share:.1f}%{data}\n"
         )
         if share < 0.3:
             yield (
