@@ -104,8 +104,10 @@ class Keepstep:
         return Loop(self._session, total, start)
 
     def _guarded(self, loop: Rewinding, settings: Guard, total: int) -> Iterator[Step]:
-        from keepstep.trainer.guard_torch import Guardian
+        from keepstep.trainer.guard_torch import Guardian, require_host_sums
 
+        if self._own is not None:
+            require_host_sums()
         part, state = self._session or self._alone, self._state
         assert state is not None
         every = part.snapshots.config.policy.every if part is not None and part.snapshots.config.durable else 0

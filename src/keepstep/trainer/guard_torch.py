@@ -135,13 +135,6 @@ class Guardian:
     def _prepare(self) -> None:
         """Everything is built and bound; once per process."""
         names = {id(parameter): name[2:] for name, parameter in self._state.bound()}
-        try:
-            everybody(True)
-        except RuntimeError as error:
-            raise GroupsUnsupported(
-                "the default process group cannot sum numbers in host memory, which the guard needs: leave "
-                'init_process_group() to keepstep.init(), or give it backend="cpu:gloo,cuda:nccl"'
-            ) from error
         self._names: Mapping[int, str] = names
         self._readings = Readings(names, norms=self._settings.norms)
         self._trace = Trace([(name[2:], parameter) for name, parameter in self._state.bound()])
@@ -327,6 +320,21 @@ class Guardian:
     ) -> None:
         if self._rank == 0:
             self._say(Told(what=what, step=step, why=why, ranks=ranks, tensor=tensor, since=since))
+
+
+def require_host_sums() -> None:
+    """Refuse before the run what would fail at its first look. Collective.
+
+    Raises:
+        GroupsUnsupported: the script has made a default process group that only works on a device.
+    """
+    try:
+        everybody(True)
+    except RuntimeError as error:
+        raise GroupsUnsupported(
+            "the default process group cannot sum numbers in host memory, which the guard needs: leave "
+            'init_process_group() to keepstep.init(), or give it backend="cpu:gloo,cuda:nccl"'
+        ) from error
 
 
 def describe(found: Compared, step: int) -> Trouble:

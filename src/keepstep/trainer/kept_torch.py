@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from keepstep.checkpoint.slot import TensorEntry
+from keepstep.trainer.exceptions import GuardStopped
 from keepstep.trainer.fingerprint_torch import Hasher
 from keepstep.trainer.pieces_torch import Live
 from keepstep.trainer.state_torch import State
@@ -55,11 +56,11 @@ class Kept:
 
         Raises:
             AssertionError: nothing is kept.
-            RuntimeError: the copy is not what was kept: this host's memory has changed it.
+            GuardStopped: the copy is not what was kept: this host's memory has changed it.
         """
         assert self.step is not None
         if self._hasher.each([self._held[entry.name] for entry in self._entries]) != self._prints:
-            raise RuntimeError(
+            raise GuardStopped(
                 f"the copy of step {self.step} in this process's memory has changed since it was taken; nothing was "
                 f"put back, start the job again from a durable checkpoint"
             )

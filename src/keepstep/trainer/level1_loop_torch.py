@@ -170,3 +170,6 @@ class Level1Loop:
 
     def interrupted(self) -> bool:
         return False
+
+    def torn(self) -> bool:
+        return False

@@ -229,6 +229,9 @@ class Loop:
     def interrupted(self) -> bool:
         return self._s.control.pending is not None or self._s.groups.aborted
 
+    def torn(self) -> bool:
+        return self.interrupted() or self._s.groups.broken is not None
+
     def failed(self, step: Step, error: Exception) -> bool:
         """A user's exception is reported and goes on; a fault of communication ends here."""
         if not isinstance(error, (StepMisused, StateNotPlain, InjectedFault)) and self._absorb(error, step.index):

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from keepstep.model.facts import UserError
-from keepstep.trainer.exceptions import StepMisused, StepUndone
+from keepstep.trainer.exceptions import GuardStopped, StepMisused, StepUndone
 
 TRACEBACK_LINES = 40
 
@@ -31,6 +31,10 @@ class Owner(Protocol):
 
     def interrupted(self) -> bool:
         """Whether a step may end without commit, because the epoch is over."""
+        ...
+
+    def torn(self) -> bool:
+        """Whether communication has broken in a way that this loop takes care of."""
         ...
 
 
@@ -88,9 +92,19 @@ class Step:
         if self.committed:
             raise StepMisused(f"step {self.index}: commit() was called twice")
         if self.watcher is not None:
-            self.watcher.commit(self.index, loss)
+            self._watch(self.watcher, loss)
         self._owner.commit(self, loss)
         self.committed = True
+
+    def _watch(self, watcher: Watcher, loss: Any) -> None:
+        """A look that others did not answer is no reason to lose a step that is complete: the owner decides on that."""
+        try:
+            watcher.commit(self.index, loss)
+        except GuardStopped:
+            raise
+        except RuntimeError:
+            if not self._owner.torn():
+                raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -135,6 +149,9 @@ class PlainLoop:
         return False
 
     def interrupted(self) -> bool:
+        return False
+
+    def torn(self) -> bool:
         return False
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -65,6 +66,7 @@ def main() -> None:
         for step in ks.steps(TOTAL):
             with step:
                 order.append(step.index)
+                pause(ks, step.index)
                 x = next(data)
                 if strikes(ks, "nan", step.index):
                     x = x * float("nan")
@@ -86,6 +88,14 @@ def main() -> None:
     finally:
         found = {"losses": losses, "order": order, "weights": [float(p.detach().sum()) for p in model.parameters()]}
         (ROOT / f"rank{ks.rank}.json").write_text(json.dumps(found))
+
+
+def pause(ks: keepstep.Keepstep, step: int) -> None:
+    """Wait in the step ``PAUSE_AT`` until the test has done what it wants to do."""
+    if str(step) == os.environ.get("PAUSE_AT") and not (ROOT / "go").exists():
+        (ROOT / f"paused{ks.rank}").touch()
+        while not (ROOT / "go").exists():
+            time.sleep(0.02)
 
 
 def bent(gradient: Tensor) -> Tensor:

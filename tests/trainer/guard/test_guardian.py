@@ -221,7 +221,7 @@ def test_a_copy_that_has_changed_is_not_put_back() -> None:
     kept._held["p/model/0.weight"].view(torch.int32)[0, 0] ^= 1
     with torch.no_grad():
         run.model[0].weight.zero_()
-    with pytest.raises(RuntimeError, match="the copy of step 3 in this process's memory has changed"):
+    with pytest.raises(GuardStopped, match="the copy of step 3 in this process's memory has changed"):
         kept.put_back(run.state)
     assert not torch.equal(run.model[0].weight, weights[0])
 
@@ -242,3 +242,45 @@ def test_a_trace_names_where_it_began() -> None:
     trace.disarm()
     model(torch.full((2, 3), float("nan"))).sum().backward()
     assert trace.first() == ""
+
+
+class Torn(PlainLoop):
+    """A loop that takes care of broken communication, as the one under an agent does."""
+
+    def torn(self) -> bool:
+        return True
+
+
+class Deaf:
+    """A guard whose look nobody answers."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def begin(self, step: int) -> None:
+        pass
+
+    def commit(self, step: int, loss: Any) -> None:
+        raise self.error
+
+
+def test_a_look_that_nobody_answers_loses_no_step() -> None:
+    """Without snapshots a complete step that is not committed could not be had back: then it is committed, and the
+    loop finds out by itself that others are gone. Elsewhere, and for what the guard itself says, the error goes on."""
+    gone = RuntimeError("Connection closed by peer")
+    committed = []
+    for step in Torn(2, 0).run():
+        step.watcher = Deaf(gone)
+        with step:
+            step.commit()
+        committed.append(step.committed)
+    assert committed == [True, True]
+    for loop, error in (
+        (PlainLoop(1, 0), gone),
+        (Torn(1, 0), GuardStopped("enough")),
+        (Torn(1, 0), ValueError("ours")),
+    ):
+        step = next(loop.run())
+        step.watcher = Deaf(error)
+        with pytest.raises(type(error)), step:
+            step.commit()
