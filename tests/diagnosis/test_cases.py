@@ -35,7 +35,7 @@ KEYS = {
     "source",
 }
 ACTIONS = set(get_args(Action))
-LEAST = {"published": 38, "own": 120, "heldout": 29}
+LEAST = {"published": 38, "own": 120, "heldout": 44}
 SHARE = {"infrastructure": 0.4, "user_code": 0.25, "data": 0.15, "transient": 0.1, "none": 0.1}
 TOLERANCE = 0.06
 SHINGLE = 4
