@@ -20,6 +20,7 @@ import pytest
 
 from keepstep.checkpoint import archive, catalog
 from keepstep.checkpoint import config as settings
+from keepstep.checkpoint.archiver import Archiver
 from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.exceptions import TierAway
 from keepstep.checkpoint.finisher import COMPLETE_S, Finisher
@@ -30,13 +31,14 @@ from keepstep.checkpoint.scribe import Scribe
 from keepstep.checkpoint.slot import HEADER, Slot, Version
 from keepstep.checkpoint.target import Seen, Target, targets
 from keepstep.checkpoint.tiers.directory import DirectoryTier
+from keepstep.checkpoint.tiers.files import Files
 from keepstep.checkpoint.tiers.open import open_tier
 from keepstep.checkpoint.todo import Todo
 from keepstep.model.env import ARCHIVER_FINISH, ARCHIVER_SOCKET, NOTES_SOCKET
 from keepstep.model.ids import JobId
 from keepstep.model.settings import CheckpointPolicy
 from tests.checkpoint.states import Spec, slot_path, write_slot
-from tests.checkpoint.test_tiers import Failing, cloud  # noqa: F401
+from tests.checkpoint.test_tiers import DIES, Failing, cloud  # noqa: F401
 
 PATIENCE_S = 60.0
 SEED = int(os.environ.get("KEEPSTEP_SEED", "20263"))
@@ -477,6 +479,52 @@ def test_a_trouble_is_said_once_until_a_generation_is_complete(tmp_path: Path) -
     assert len(desk.said) == 2
     assert "works again, step 5 is there" in desk.said[1]
     assert "4 generations from step 1 to 4 are missing" in desk.said[1]
+
+
+def test_leftovers_do_not_keep_a_full_disk_full(tmp_path: Path) -> None:
+    """What a killed writer left fills the disk, so that no generation comes to its end: it is swept all the same."""
+    local = tmp_path / "near"
+    with node(tmp_path / "node", CheckpointPolicy(local_dir=str(local), dir="")) as one:
+        DirectoryTier(local, create=True)
+        ended = subprocess.run([sys.executable, "-c", DIES, local], capture_output=True, text=True, check=True)
+        assert ended.returncode == 0
+        (left,) = local.glob("a/.tmp~*")
+
+        class Small(Files):
+            def write(self, fd: int, data: memoryview) -> int:
+                if left.exists():
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return super().write(fd, data)
+
+        worker = Archiver(one.dir)
+        worker._read_config()
+        (target,) = worker._targets
+        target._tier = DirectoryTier(local, files=Small())
+        for step in (100, 200):
+            write_slot(slot_path(one.dir, 0), Version(step, 1), specs=LARGE[1:])
+            assert worker._round()
+            assert not one.pinned()
+        worker._teller.close()
+        assert complete_steps(str(local)) == [200]
+        assert not left.exists()
+
+
+def test_an_archiver_without_memory_leaves_out_a_generation_and_lives(tmp_path: Path) -> None:
+    """It would else be started, and end, again and again, and the pin would stay."""
+    desk = Desk(tmp_path, CheckpointPolicy(dir=str(tmp_path / "far")))
+    whole = desk.targets[0].open()
+
+    class Poor(DirectoryTier):
+        def put(self, name: str, chunks: object) -> int:
+            raise MemoryError
+
+    desk.targets[0]._tier = Poor(tmp_path / "far", create=True)
+    assert desk.write(1, LARGE[1:]) is not None
+    assert not desk.pinned()
+    assert "no memory to write with" in desk.notes[0].why
+    desk.targets[0]._tier = whole
+    desk.write(2, LARGE[1:])
+    assert desk.parts("remote") == ["safetensors"]
 
 
 def test_a_copy_that_was_owed_when_the_archiver_died_is_made_by_the_next(tmp_path: Path) -> None:

@@ -159,17 +159,17 @@ class Archiver:
         for target in self._targets:
             parts = [one.parts[target.label] for one in written if target.label in one.parts]
             whole = {part.rank for part in parts}
-            target.settle(version, ranks)
+            full = target.settle(version, ranks)
             if not target.by_itself:
                 self._finisher.tried(target, version, failed=ranks - whole, whole=whole)
+            if full and (target.by_itself or self._has_first_rank):
+                self._finisher.tidy(target, self._config, self._pins())
             if not parts:
                 continue
             if target.by_itself:
                 if whole == ranks:
                     sizes = [part.size for part in parts]
                     self._finisher.settle_alone(target, self._config, version, sizes, parts[0].world_size)
-                else:
-                    self._finisher.tidy(target, self._config, [version])
             elif any(part.rank == 0 for part in parts):
                 self._finisher.expect(version, parts[0].world_size, took_s=seconds)
             else:

@@ -16,7 +16,13 @@ from msgspec import Struct
 from keepstep.checkpoint import archive, catalog
 from keepstep.checkpoint.basis import Basis
 from keepstep.checkpoint.config import CheckpointConfig
-from keepstep.checkpoint.exceptions import CheckpointError, PayloadDamaged, SlotDamaged, SlotInvalid
+from keepstep.checkpoint.exceptions import (
+    CheckpointError,
+    NotEnoughMemory,
+    PayloadDamaged,
+    SlotDamaged,
+    SlotInvalid,
+)
 from keepstep.checkpoint.generation import Part
 from keepstep.checkpoint.notes import Note
 from keepstep.checkpoint.slot import Slot, Version
@@ -27,6 +33,7 @@ from keepstep.checkpoint.todo import Todo
 SEAL_WAIT_S = 0.3
 """How long the keeper may take for the checksums before the archiver computes them itself; both come to the same."""
 SEAL_LOOK_S = 0.02
+NO_MEMORY = "the archiver has no memory to write with; free some on this node, or --ckpt-full-every 1 needs less"
 WRITE_TRIES = 2
 """How often a part is written whose bytes read back otherwise."""
 
@@ -166,6 +173,10 @@ class Scribe:
                 part = call()
             except SlotInvalid:
                 raise
+            except MemoryError:
+                self._bases.pop(rank, None)
+                self._missed(target, rank, version, NotEnoughMemory(f"{target.url}: {NO_MEMORY}"))
+                return None
             except CheckpointError as error:
                 if isinstance(error, PayloadDamaged):
                     self._tell(Note(what="damaged", tier=target.label, step=version.step, rank=rank, why=str(error)))

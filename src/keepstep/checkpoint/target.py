@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from keepstep.checkpoint.config import CheckpointConfig
-from keepstep.checkpoint.exceptions import CheckpointError
+from keepstep.checkpoint.exceptions import CheckpointError, TierFull
 from keepstep.checkpoint.files import write_atomic
 from keepstep.checkpoint.lease import Claim
 from keepstep.checkpoint.notes import TierLabel
@@ -128,18 +128,23 @@ class Target:
         """A rank's part could not be written."""
         self._missed.setdefault(rank, error)
 
-    def settle(self, version: Version, ranks: Collection[int]) -> None:
-        """All of this node's parts of a generation have been tried."""
+    def settle(self, version: Version, ranks: Collection[int]) -> bool:
+        """All of this node's parts of a generation have been tried.
+
+        Returns:
+            Whether there was no room for one of them: what nobody needs any more may be in the way.
+        """
         missed, self._missed = self._missed, {}
         if not missed:
             self._writing.holds()
-            return
+            return False
         now, error = self._clock(), next(iter(missed.values()))
         if self.pause_s == 0:
             self._writing.failed(now)
             self._error = error
         who = f"the parts of {len(missed)} of {len(ranks)} ranks on this node"
         self._tell(self._writing.begins(error, now, step=version.step, who=who))
+        return any(isinstance(one, TierFull) for one in missed.values())
 
     def failed(self, error: CheckpointError, *, again: bool = False) -> None:
         """It could not be looked at, or a generation not be completed. ``again``: there are pauses between tries."""

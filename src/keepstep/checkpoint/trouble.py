@@ -13,8 +13,10 @@ from collections.abc import Callable
 
 FREE_TRIES = 2
 """So many failures in a row are followed by another try as soon as there is something to write."""
-PAUSE_FIRST_S, PAUSE_LAST_S = 2.0, 30.0
-"""Pauses double from one to the other; each is drawn between half of that and all of it."""
+PAUSE_FIRST_S = 2.0
+"""The first pause. Each further one doubles; what is waited is drawn between half of that and all of it."""
+PAUSE_LAST_S = 30.0
+"""No pause is longer, so that a place that works again gets the next generation."""
 
 
 class Trouble:
