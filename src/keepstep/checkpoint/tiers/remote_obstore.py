@@ -85,18 +85,20 @@ class RemoteTier:
         }
         make: Callable[..., ObjectStore] = from_url  # its overloads want the kind of store known beforehand
         try:
-            if url.startswith("memory:"):
-                self._store = self._uploads = MemoryStore()
-            else:
-                self._store = make(url, config=config, client_options=options, retry_config=once)
-                self._uploads = (
-                    make(url, config=config, client_options=options, retry_config=often) if patient else self._store
-                )
+            stores: list[ObjectStore] = (
+                [MemoryStore()]
+                if url.startswith("memory:")
+                else [
+                    make(url, config=config, client_options=options, retry_config=retry)
+                    for retry in ((once, often) if patient else (once,))
+                ]
+            )
         except (BaseError, ValueError) as error:
             raise TierDenied(
                 f"{url}: {_first_line(error)}; the store's settings come from the environment (AWS_..., GOOGLE_..., "
                 f"AZURE_STORAGE_ACCOUNT_NAME)"
             ) from error
+        self._store, self._uploads = stores[0], stores[-1]
 
     def put(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
         part = max(SINGLE_PUT, -(-2 * int(getattr(chunks, "size_hint", 0)) // MAX_PARTS))
