@@ -28,6 +28,10 @@ PLAIN = msgspec.msgpack.encode(
 )  # fmt: skip
 
 
+LONG = "/tmp/" + "x" * 300
+"""Longer than a file system's names."""
+
+
 def state(step: int) -> dict[str, np.ndarray]:
     luck = np.random.default_rng(step)
     return {
@@ -255,7 +259,19 @@ def gc_place(place: Path) -> Path:
         (["gc", "PLACE", "--keep", "0", "--yes"], exits.BAD_USAGE, "--keep 0 must be 1 or more"),
         (["gc", "PLACE", "--keep-every=-2", "--yes"], exits.BAD_USAGE, "--keep-every -2 must be 0 or more"),
         (["export", "PLACE", "--to", "s3://b/x", "--format", "dcp"], exits.BAD_USAGE, "on a file system"),
-        (["export", "PLACE", "--to", "PLACE", "--format", "dcp"], 1, "is not empty"),
+        (["export", "PLACE", "--to", "PLACE", "--format", "dcp"], 1, "holds checkpoints of keepstep"),
+        (["export", "PLACE", "--to", "FULL", "--format", "dcp"], 1, "is not empty"),
+        (["export", "PLACE", "--to", LONG, "--format", "safetensors"], 1, "File name too long"),
+        (["restore", "PLACE", "--to", LONG], 1, "File name too long"),
+        (["restore", "PLACE", "--to", "PLACE"], 1, "holds step 30 already"),
+        (["restore", "PLACE", "--to", ""], exits.BAD_USAGE, "--to is empty"),
+        (["import", LONG, "--to", "EMPTY", "--step", "1", "--format", "safetensors"], 1, "no such folder"),
+        (["import", LONG, "--to", "EMPTY", "--step", "1", "--format", "dcp"], 1, "is no DCP folder"),
+        (["import", "FULL", "--to", "EMPTY", "--step", "1", "--format", "safetensors"], 1, "one such file"),
+        (["import", "FULL/a.txt", "--to", "EMPTY", "--step", "1", "--format", "safetensors"], 1, "not a safetensors"),
+        (["ls", "FULL/a.txt"], 1, "a.txt is a file"),
+        (["ls", "PLACE", "--job", "lm"], exits.BAD_USAGE, "name two places"),
+        (["gc", "EMPTY", "--keep", "1", "-y"], 0, "there are no checkpoints in"),
         (["export", "PLACE", "--to", "x", "--format", "zip"], exits.BAD_USAGE, "zip"),
         (["import", "EMPTY", "--to", "EMPTY", "--step", "1", "--format", "safetensors"], 1, "holds no *.safetensors"),
         (["import", "/nowhere", "--to", "EMPTY", "--step", "1", "--format", "safetensors"], 1, "no such folder"),
@@ -266,8 +282,13 @@ def gc_place(place: Path) -> Path:
 def test_mistakes_are_answered_with_the_way_out(
     capsys: pytest.CaptureFixture[str], place: Path, tmp_path: Path, words: list[str], code: int, says: str
 ) -> None:
+    names = {"PLACE": place, "EMPTY": tmp_path / "empty", "FULL": tmp_path / "full"}
     (tmp_path / "empty").mkdir()
-    told = [word.replace("PLACE", str(place)).replace("EMPTY", str(tmp_path / "empty")) for word in words]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a.txt").write_text("no checkpoint of any kind")
+    told = words
+    for name, path in names.items():
+        told = [word.replace(name, str(path)) for word in told]
     said = refuse(capsys, *told, code=code)
     assert says in said
     assert "Traceback" not in said

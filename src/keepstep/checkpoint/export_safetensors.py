@@ -198,9 +198,9 @@ def look(directory: Path) -> list[Found]:
     Raises:
         CheckpointError: there are none, a file is not in the format, or a name is there twice.
     """
-    if not directory.exists():
+    if not os.path.exists(directory):
         raise CheckpointError(f"{directory}: there is no such folder; name the one with the *.safetensors")
-    files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else [directory]
+    files = sorted(directory.glob("*.safetensors")) if os.path.isdir(directory) else [directory]
     files = [path for path in files if not path.name.startswith("optimizer")]
     if not files:
         raise CheckpointError(f"{directory} holds no *.safetensors with weights")

@@ -66,7 +66,7 @@ def make_folders(directory: Path) -> list[Path]:
     Raises:
         CheckpointError: it cannot be made.
     """
-    fresh = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    fresh = [folder for folder in (directory, *directory.parents) if not os.path.exists(folder)]
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

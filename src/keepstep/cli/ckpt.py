@@ -86,7 +86,7 @@ Format = Annotated[
 
 @app.command
 def ls(url: Url = "", *, job: Job = "", state_dir: State = "", output: Output = "table", json: Json = False) -> int:
-    """The checkpoints in a place, the newest first: complete, verified, how old, how large."""
+    """The checkpoints in a place, the newest first: complete, verified or damaged, how old, how large."""
     from keepstep.cli.ckpt_look import show_list
     from keepstep.cli.ckpt_place import place
 
@@ -120,7 +120,7 @@ def verify(
     step: StepNumber = None,
     every: Annotated[bool, Parameter("--all", negative="", help="All complete ones")] = False,
     write: Annotated[
-        bool, Parameter(negative="", help="Keep the result beside the checkpoint (verified.json)")
+        bool, Parameter(negative="", help="Keep the result beside the checkpoint: verified.json or damaged.json")
     ] = False,
     output: Output = "table",
     json: Json = False,
@@ -204,7 +204,7 @@ def gc(
     keep_for: Annotated[str, Parameter(help="Keep what is younger: 24h")] = "",
     sdc_window: Annotated[str, Parameter(help="Keep one that is older than this: 6h")] = "",
     dry_run: Annotated[bool, Parameter(negative="", help="Only tell what would go, and why")] = False,
-    yes: Annotated[bool, Parameter(negative="", help="Do not ask")] = False,
+    yes: Annotated[bool, Parameter(["--yes", "-y"], negative="", help="Do not ask")] = False,
     output: Output = "table",
     json: Json = False,
 ) -> int:

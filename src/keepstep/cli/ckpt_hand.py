@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 from keepstep.checkpoint import imported, words
+from keepstep.checkpoint.exceptions import CheckpointError
 from keepstep.checkpoint.export_safetensors import FILE_BYTES, Folder, export, look
 from keepstep.checkpoint.reader import Reader
 from keepstep.checkpoint.room import show as size_of
 from keepstep.checkpoint.slot import Version
+from keepstep.checkpoint.tiers.directory import MARKER
 from keepstep.checkpoint.whole import Whole
 from keepstep.cli.ckpt_made import endable, target
 from keepstep.cli.ckpt_place import PATIENCE_S, Place, bar, door, pick
@@ -23,13 +26,13 @@ COLUMNS = (Column("STEP", "step"), Column("FORMAT", "format"), Column("SIZE", "s
 
 def restore(at: Place, step: int | None, to: str, output: str) -> int:
     """One generation elsewhere, in full, resting on nothing: safetensors shards of all its ranks."""
-    form = check_form(output)
+    form, where = check_form(output), _where(to)
     with door(at.tier):
         found = pick(at.tier, step)
+    what = f"step {found.version.step}"
     with door(at.tier, found):
         reader = Reader([at.tier], found.version, told=lambda damage: say(damage.why))
         total = sum(reader.part(rank).payload for rank in range(found.world_size))
-        where, what = words.place(to, "--to"), f"step {found.version.step}"
         with target(where, "keepstep ckpt restore", PATIENCE_S) as tier, bar(what, total) as told:
             imported.copy(reader, tier, progress=told, told=say)
     return _told("CheckpointRestored", found.version.step, "keepstep", total, to, form)
@@ -38,6 +41,8 @@ def restore(at: Place, step: int | None, to: str, output: str) -> int:
 def export_to(at: Place, step: int | None, to: str, format: Format, weights_only: bool, output: str) -> int:
     form = check_form(output)
     directory = _directory(to)
+    if os.path.exists(directory / MARKER):
+        raise DoorError(f"--to {to} holds checkpoints of keepstep", help="name a folder of its own for the export")
     with door(at.tier):
         found = pick(at.tier, step)
     more: dict[str, Any] = {}
@@ -75,11 +80,12 @@ def import_from(
             f"--step {step} must be 0 or more, and {words.MAX_COUNT} or less",
             help="the number of steps that the checkpoint stands for",
         )
+    where = _where(to)
     directory, dcp = _directory(source), _dcp() if format == "dcp" else None
+    payload = None if dcp else _weights(directory, model)
     with door():
-        payload = Folder(look(directory), model) if dcp is None else None
         with (
-            target(words.place(to, "--to"), "keepstep ckpt import", PATIENCE_S) as tier,
+            target(where, "keepstep ckpt import", PATIENCE_S) as tier,
             bar(f"step {step}", 0) as told,
         ):
             if payload is not None:
@@ -93,7 +99,26 @@ def import_from(
     return _told("CheckpointImported", step, format, sum(part.bytes for part in manifest.parts), to, form)
 
 
+def _weights(directory: Path, model: str) -> Folder:
+    try:
+        return Folder(look(directory), model)
+    except CheckpointError as error:
+        raise DoorError(
+            str(error), help="name a folder of *.safetensors, or one such file; --format dcp takes a DCP folder"
+        ) from error
+
+
+def _where(to: str) -> str:
+    """The place to write to, as the engine spells it."""
+    if not to:
+        raise UsageError("--to is empty", help="a path, or a URL such as s3://bucket/prefix")
+    with door():
+        return words.place(to, "--to")
+
+
 def _directory(text: str) -> Path:
+    if not text:
+        raise UsageError("an empty name is no folder", help="name a directory of this machine")
     if "://" in text:
         raise UsageError(
             f"{text}: exports are read and written on a file system", help="name a directory, then copy it"

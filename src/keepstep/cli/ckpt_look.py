@@ -201,7 +201,9 @@ def gc(at: Place, policy: CheckpointPolicy | None, dry_run: bool, yes: bool, out
     rows = [
         {"step": one.version.step, "epoch": one.version.epoch, "keep": one.keep, "why": one.why} for one in verdicts
     ]
-    done = False
+    done, leftovers = False, 0
+    if not verdicts:
+        say(f"there are no checkpoints in {at.tier.where}")
     if not dry_run and plan.removed:
         steps = ", ".join(str(one.version.step) for one in plan.removed[:8]) + (
             ", ..." if len(plan.removed) > 8 else ""
@@ -210,13 +212,16 @@ def gc(at: Place, policy: CheckpointPolicy | None, dry_run: bool, yes: bool, out
             return 1
     if not dry_run:
         with door(), held(at.tier, "keepstep ckpt gc") as check:
-            collect.collect(at.tier, policy, by_itself=alone, check=check)
+            leftovers = collect.collect(at.tier, policy, by_itself=alone, check=check).leftovers
         done = True
+        if leftovers:
+            say(f"{plural(leftovers, 'leftover')} of interrupted writers removed")
     answer = {
         "schema": f"{SCHEMA}CheckpointCollection",
         "where": at.tier.where,
         "done": done,
         "removed": [one.version.step for one in plan.removed],
+        "leftovers": leftovers,
         "generations": rows,
     }
     show(answer, rows, (Column("STEP", "step"), Column("KEEP", "keep"), Column("WHY", "why")), form)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -54,15 +55,15 @@ def target(url: str, what: str, patience_s: float) -> Iterator[Tier]:
     """
     root = directory(url).absolute() if is_directory(url) and url else None
     fresh = make_folders(root) if root else []
-    bare = root is not None and not (root / MARKER).exists()
+    bare = root is not None and not os.path.exists(root / MARKER)
     try:
         with endable():
             tier = open_tier(url, "remote", create=True, budget_s=patience_s)
             with held(tier, what):
                 yield tier
     except BaseException:
-        if root is not None and bare and not any(path.name.startswith("step-") for path in root.iterdir()):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if root is not None and bare and not any(name.startswith("step-") for name in os.listdir(root)):
                 (root / MARKER).unlink(missing_ok=True)
         remove_folders(fresh)
         raise

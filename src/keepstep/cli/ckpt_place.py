@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from keepstep.checkpoint.exceptions import (
     TierMissing,
 )
 from keepstep.checkpoint.generation import manifest_name
-from keepstep.checkpoint.tiers.open import open_tier
+from keepstep.checkpoint.tiers.open import is_directory, open_tier
 from keepstep.cli.errors import DoorError, NotFound, UsageError
 from keepstep.cli.say import say
 from keepstep.model.settings import CheckpointPolicy
@@ -45,7 +46,9 @@ def place(url: str, job: str, state_dir: str = "") -> Place:
     Raises:
         DoorError: neither or both are named, there is no such place, or it cannot be read.
     """
-    if bool(url) == bool(job):
+    if url and job:
+        raise UsageError(f"{url} and --job {job} name two places", help="leave one out")
+    if not url and not job:
         raise UsageError(
             "say where the checkpoints are: a path or URL, or --job NAME",
             help="for example: keepstep ckpt ls /data/checkpoints",
@@ -59,6 +62,8 @@ def place(url: str, job: str, state_dir: str = "") -> Place:
             raise NotFound(
                 f"job {job} keeps no durable checkpoints", help="give --ckpt-dir to keepstep run, or name a path or URL"
             )
+    if is_directory(url) and os.path.isfile(url):
+        raise NotFound(f"{url} is a file", help="name the directory given as --ckpt-dir")
     with door():
         return Place(open_tier(url, label, budget_s=PATIENCE_S), policy)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from keepstep.model.placement import NAMES
 from keepstep.model.topology import Layout
 
 PAGE = 110
-"""Characters of a line of text."""
+"""Characters of a line of text, where the terminal has so many."""
 
 
 class Answer(Struct, frozen=True, kw_only=True):
@@ -62,7 +63,8 @@ def page(found: Answer, *, every_node: bool = False) -> list[str]:
 
 
 def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, PAGE, subsequent_indent="  ", break_on_hyphens=False)
+    width = min(PAGE, shutil.get_terminal_size((PAGE, 0)).columns)
+    return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _section(title: str) -> list[str]:

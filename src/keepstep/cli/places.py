@@ -7,6 +7,7 @@ on a file system which is not mounted there, and does not take the empty mount p
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 import msgspec
@@ -29,7 +30,7 @@ def lost(path: Path, state: Path) -> str:
     somebody has emptied the directory, and may do so.
     """
     before, there = _read(state).get(str(path)), mounts.covering(path)
-    if before is None or there is None or (path / MARKER).exists() or not mounts.lies_above(there, before):
+    if before is None or there is None or os.path.exists(path / MARKER) or not mounts.lies_above(there, before):
         return ""
     return (
         f"an earlier run found {before.source} ({before.kind}) at {before.point}, and nothing is mounted there now "

@@ -192,7 +192,7 @@ def import_dcp(
 
 
 def _read(directory: Path, names: Sequence[str]) -> dict[str, Any]:
-    if not (directory / ".metadata").is_file():
+    if not os.path.isfile(directory / ".metadata"):
         raise CheckpointError(f"{directory} is no DCP folder: there is no .metadata in it")
     reader = FileSystemReader(str(directory))
     try:
