@@ -16,6 +16,7 @@ from tests.checkpoint import durable_made as made
 
 from keepstep.checkpoint import archive, catalog, generation
 from keepstep.checkpoint.exceptions import BaseDamaged, PayloadDamaged
+from keepstep.checkpoint.saved import on_shared
 from keepstep.checkpoint.slot import Version
 from keepstep.checkpoint.tiers.directory import DirectoryTier
 from keepstep.checkpoint.tiers.memory import MemoryTier
@@ -121,6 +122,9 @@ def test_what_verify_found_is_remembered_by_all(
     assert "rank00000.delta: bytes 0 to" in rows[20]["why"]
     assert "rests on step 20" in rows[30]["why"]
     assert ask(capsys, "show", place, "--step", 20)["state"] == "damaged"
+    seen, lost = on_shared(DirectoryTier(place))
+    assert [one.step for one in seen] == [10], "nor does a run go on from it"
+    assert "step 20: damaged: " in " ".join(lost)
     assert ask(capsys, "restore", place, "--to", tmp_path / "full")["step"] == 10
     assert main(["ckpt", "restore", str(place), "--to", str(tmp_path / "other")]) == 0
     assert "step 30 is passed over: rests on step 20" in capsys.readouterr().err

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +271,25 @@ class TestBesideAJob:
         claim.belongs("train", "r")
         with pytest.raises(TierHeld, match="by job keepstep ckpt gc"):
             claim.admit(tier)
+
+    def test_the_claim_of_a_long_command_stays_fresh(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Renewed beside the work, so that it does not run out under it."""
+        monkeypatch.setattr(lease, "CHECK_S", 0.01)
+        monkeypatch.setattr(lease, "RENEW_S", 0.0)
+        again = threading.Event()
+        puts: list[str] = []
+
+        class Listening(DirectoryTier):
+            def put(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
+                puts.append(name)
+                if puts.count(LEASE) > 2:
+                    again.set()
+                return super().put(name, chunks)
+
+        tier = Listening(tmp_path, create=True)
+        with lease.held(tier, "long"):
+            assert again.wait(10)
+        assert lease.read(tier) is None
 
     def test_what_is_removed_while_it_is_read_is_said_so(
         self, capsys: pytest.CaptureFixture[str], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

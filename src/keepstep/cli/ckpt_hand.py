@@ -13,6 +13,7 @@ from keepstep.checkpoint.reader import Reader
 from keepstep.checkpoint.room import show as size_of
 from keepstep.checkpoint.slot import Version
 from keepstep.checkpoint.tiers.directory import MARKER
+from keepstep.checkpoint.tiers.open import is_directory
 from keepstep.checkpoint.whole import Whole
 from keepstep.cli.ckpt_made import endable, target
 from keepstep.cli.ckpt_place import PATIENCE_S, Place, bar, door, pick
@@ -113,7 +114,7 @@ def _where(to: str) -> str:
     if not to:
         raise UsageError("--to is empty", help="a path, or a URL such as s3://bucket/prefix")
     with door():
-        return words.place(to, "--to")
+        return words.place(to, "--to") if is_directory(to) else to
 
 
 def _directory(text: str) -> Path:

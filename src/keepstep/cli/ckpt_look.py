@@ -10,7 +10,7 @@ from keepstep.checkpoint import archive, catalog, collect, lease
 from keepstep.checkpoint.catalog import Generation
 from keepstep.checkpoint.exceptions import GenerationIncomplete, ManifestDamaged, PayloadDamaged
 from keepstep.checkpoint.room import show as size_of
-from keepstep.cli.ckpt_made import held
+from keepstep.cli.ckpt_made import endable, held
 from keepstep.cli.ckpt_place import Place, bar, confirm, door, older, pick
 from keepstep.cli.errors import DoorError, UsageError
 from keepstep.cli.render import Column, check_form, show
@@ -211,7 +211,7 @@ def gc(at: Place, policy: CheckpointPolicy | None, dry_run: bool, yes: bool, out
         if not confirm(f"Remove {plural(len(plan.removed), 'checkpoint')} (step {steps}) of {at.tier.where}?", yes):
             return 1
     if not dry_run:
-        with door(), held(at.tier, "keepstep ckpt gc") as check:
+        with door(), endable(), held(at.tier, "keepstep ckpt gc") as check:
             leftovers = collect.collect(at.tier, policy, by_itself=alone, check=check).leftovers
         done = True
         if leftovers:
