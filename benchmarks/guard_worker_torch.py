@@ -1,0 +1,115 @@
+"""The script that ``benchmarks.guard`` trains: the example's language model, with one bit to be flipped on purpose.
+
+    --fault weight:2:9:17    behind the update of step 9, a bit of a parameter of rank 2; 17 draws which bit of which
+    --fault moment:2:9:17    the same of the optimizer's state
+    --fault gradient:2:9:17  the highest bit of the exponent in a gradient of rank 2, before any reduction
+
+With ``--time`` it also tells what share of its time the guard took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import keepstep
+from keepstep.trainer import guard_torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "lm"))
+
+from train import Bytes, batch, corpus
+
+
+class Stopwatch:
+    """Sums up the time that calls take, those inside one another once."""
+
+    def __init__(self) -> None:
+        self.spent, self._depth = 0.0, 0
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            began = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    self.spent += time.perf_counter() - began
+
+        return timed
+
+
+def flip(tensor: Tensor, draw: random.Random, *, bit: int | None = None) -> None:
+    flat = tensor.detach().view(-1).view(torch.int32)
+    place = 30 if bit == 30 else draw.randrange(31)
+    flat[draw.randrange(len(flat))] ^= 1 << place
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--steps", type=int, default=32)
+    ask.add_argument("--batch", type=int, default=4)
+    ask.add_argument("--width", type=int, default=64)
+    ask.add_argument("--fault", default="none:0:0:0")
+    ask.add_argument("--guard", type=json.loads, default={}, help="settings of keepstep.Guard as JSON")
+    ask.add_argument("--time", type=Path, help="where rank 0 writes its seconds, and those of the guard")
+    args = ask.parse_args()
+    what, rank, at, seed = args.fault.split(":")
+
+    watch = Stopwatch()
+    if args.time is not None:
+        for name in ("begin", "commit", "_before_update"):
+            setattr(guard_torch.Guardian, name, watch.around(getattr(guard_torch.Guardian, name)))
+    ks = keepstep.init(guard=keepstep.Guard(**args.guard) if args.guard else None)
+    text, draw = corpus(), random.Random(int(seed))
+    torch.manual_seed(1)
+    model = DistributedDataParallel(Bytes(width=args.width, dropout=0.1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    torch.manual_seed(2 + ks.rank)
+    ks.register(model=model, optimizer=optimizer)
+    left = 1 if ks.rank == int(rank) else 0
+
+    def bent(gradient: Tensor) -> Tensor:
+        whole = gradient.clone()
+        flip(whole, draw, bit=30)
+        return whole
+
+    began = spent = 0.0
+    for step in ks.steps(args.steps):
+        if step.index == 20:  # what comes before is warming up
+            began, spent = time.perf_counter(), watch.spent
+        strikes = left > 0 and step.index == int(at)
+        with step:
+            inputs, targets = batch(text, seed=1, step=step.index, rank=ks.rank, size=args.batch, context=64)
+            out = model(inputs)
+            if strikes and what == "gradient":
+                left -= 1
+                out.register_hook(bent)
+            loss = F.cross_entropy(out.flatten(0, 1), targets.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if strikes and what in ("weight", "moment"):
+                left -= 1
+                parameter = draw.choice(list(model.parameters()))
+                flip(parameter if what == "weight" else optimizer.state[parameter]["exp_avg"], draw)
+            step.commit(loss=loss)
+    if args.time is not None and ks.rank == 0:
+        took = {"seconds": time.perf_counter() - began, "guard_s": watch.spent - spent}
+        args.time.write_text(json.dumps(took))
+
+
+if __name__ == "__main__":
+    main()
