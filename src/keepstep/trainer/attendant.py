@@ -117,7 +117,7 @@ class Helper:
 
     async def _keep_running(self) -> None:
         delay = 0.0
-        while not self.stopping:
+        while not self._asked.is_set():
             began = time.monotonic()
             with self._log.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
@@ -127,20 +127,16 @@ class Helper:
                     stderr=log,
                     preexec_fn=_die_with_parent,
                 )
-            if self.stopping:  # asked to end while it was being started: nobody else knows of this process
+            if self._asked.is_set():  # asked to end while it was being started: nobody else knows of this process
                 self._signal(signal.SIGTERM)
             code = await self._process.wait()
-            if self.stopping:
+            if self._asked.is_set():
                 return
             lived = time.monotonic() - began
             delay = FIRST_RETRY_S if lived > LAST_RETRY_S else min(LAST_RETRY_S, max(FIRST_RETRY_S, delay * 2))
             print(f"the {self.role} ended with {code}; next start in {delay:g} s", flush=True)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._asked.wait(), delay)
-
-    @property
-    def stopping(self) -> bool:
-        return self._asked.is_set()
 
     def retire(self) -> None:
         """It may end when it has nothing more to do, and is not started again."""

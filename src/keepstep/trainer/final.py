@@ -15,6 +15,8 @@ FINAL_WAIT_S = 1800.0
 ABSENT_S = 15.0
 """The same where there is no archiver at all; one that has died is started again sooner than that."""
 SAY_AFTER_S = 1.0
+SAY_EVERY_S = 5.0
+"""How often people hear that the end of a run still waits, after the first time."""
 REMIND_S = 1.0
 POLL_S = 0.01
 
@@ -52,7 +54,7 @@ def until_durable(snapshots: Held, version: Version, *, archiver: Path, rank: in
     """
     snapshots.settle()
     began = time.monotonic()
-    seen, reminded, said, handed = began, began, False, False
+    seen, reminded, say_at, handed = began, began, began + SAY_AFTER_S, False
     while True:
         if not snapshots.held():
             if handed:
@@ -71,9 +73,13 @@ def until_durable(snapshots: Held, version: Version, *, archiver: Path, rank: in
             why = "there is no archiver" if now - seen > ABSENT_S else f"{FINAL_WAIT_S:g} s have passed"
             _say(f"rank {rank}: step {version.step} is not known to be in the durable tiers: {why}")
             return False
-        if not said and now - began > SAY_AFTER_S:
-            said = True
-            _say(f"rank {rank}: step {version.step} is the last one; waiting until it is in the durable tiers")
+        if now >= say_at:
+            say_at = now + SAY_EVERY_S
+            steps = ", ".join(str(step) for step in snapshots.held())
+            _say(
+                f"rank {rank}: step {version.step} is the last one; waiting until the archiver has taken step {steps} "
+                f"({now - began:.0f} s so far)"
+            )
         if now - reminded > REMIND_S:
             reminded = now
             snapshots.remind()

@@ -23,6 +23,7 @@ from keepstep.checkpoint import nodedir, room
 from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.exceptions import BadSetting, NotEnoughMemory, TierError
 from keepstep.checkpoint.files import write_atomic
+from keepstep.checkpoint.slot import Version
 from keepstep.checkpoint.tiers.open import open_tier
 from keepstep.model import env, exits
 from keepstep.model.ids import MINOR_BITS, Epoch, NodeId, Rank, SlotId
@@ -33,6 +34,7 @@ from keepstep.model.topology import Member, Place, Roster
 from keepstep.trainer import options
 from keepstep.trainer.attendant import TOKEN
 from keepstep.trainer.attended import Attended, say
+from keepstep.trainer.ending_torch import lost_parts
 from keepstep.trainer.exceptions import GroupsUnsupported
 from keepstep.trainer.exchange_torch import gather
 from keepstep.trainer.join_torch import Identity
@@ -181,6 +183,16 @@ class Level1:
     def has_buddy(self) -> bool:
         place = self.roster.place(NodeId(self._node))
         return place is not None and place.buddy is not None
+
+    def lost_parts(self, version: Version) -> list[int]:
+        """Ranks of this node without a part in the shared tier; asked of its lowest rank, once the archiver has ended.
+
+        The node of rank 0 need not be asked: its archiver knows, and does not wait for what it could not write.
+        """
+        if not (self._leader and self.config.policy.dir) or self._node == self._cards[0].node:
+            return []
+        ranks = [rank for rank, card in enumerate(self._cards) if card.node == self._node]
+        return lost_parts(self.config.policy.dir, version, ranks)
 
     def check_room(self) -> None:
         """Refuse before the run what would run out of memory during it."""
