@@ -29,8 +29,8 @@ class Machine:
         lines = [f"{n} 1 0:{n} / {_octal(point)} rw - {kind} server:/x rw" for n, point in enumerate(points, 20)]
         self._info.write_text("\n".join(["10 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw", *lines, "cut off"]))
 
-    def meant(self, *points: Path, options: str = "defaults") -> None:
-        lines = [f"server:/x {_octal(point)} nfs4 {options} 0 0" for point in points]
+    def meant(self, *points: Path, kind: str = "nfs4", options: str = "defaults") -> None:
+        lines = [f"server:/x {_octal(point)} {kind} {options} 0 0" for point in points]
         self._tab.write_text("\n".join(["# /data none", "/dev/sda1 / ext4 rw 0 1", "UUID=1 none swap sw", *lines]))
 
 
@@ -67,6 +67,8 @@ def test_what_is_fine_is_left_alone(machine: Machine, tmp_path: Path) -> None:
     assert not mounts.missing(data / "run" / "7")
     machine.mounted()
     machine.meant(data, options="noauto,user")
+    assert not mounts.missing(data / "run")
+    machine.meant(data, kind="tmpfs")
     assert not mounts.missing(data / "run")
 
 

@@ -17,6 +17,8 @@ from msgspec import Struct
 
 FSTAB = Path("/etc/fstab")
 MOUNTINFO = Path("/proc/self/mountinfo")
+IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems that hold nothing after a start; containers often go without those that their image's table names."""
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
@@ -64,11 +66,11 @@ def _mounted() -> Iterator[Mount]:
 
 
 def _meant() -> Iterator[Mount]:
-    """Entries that the system mounts by itself. Those with ``noauto`` may be left unmounted on purpose."""
+    """Entries that the system mounts by itself and that outlive it. ``noauto`` may be left unmounted on purpose."""
     for line in _lines(FSTAB):
         fields = [] if line.lstrip().startswith("#") else line.split()
         options = fields[3].split(",") if len(fields) > 3 else []
-        if len(fields) >= 3 and fields[1].startswith("/") and "noauto" not in options:
+        if len(fields) >= 3 and fields[1].startswith("/") and "noauto" not in options and fields[2] not in IN_MEMORY:
             yield Mount(_plain(fields[1]).rstrip("/") or "/", _plain(fields[0]), fields[2])
 
 
