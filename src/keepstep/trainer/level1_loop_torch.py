@@ -9,8 +9,11 @@ import torch
 
 from keepstep.checkpoint.slot import Version
 from keepstep.model import env
+from keepstep.model.topology import fold_ranks
 from keepstep.trainer.attendant import FINISH_S
 from keepstep.trainer.attended import say
+from keepstep.trainer.ending_torch import Ending
+from keepstep.trainer.exchange_torch import everybody
 from keepstep.trainer.final import say_if_over, until_durable
 from keepstep.trainer.gate import Gate, needs_replica
 from keepstep.trainer.pacing_torch import Pacing
@@ -32,7 +35,7 @@ class Level1Loop:
         self._pacing = Pacing(part.snapshots, part.rank, total)
         self._gate = Gate(part.snapshots, part.rank, lambda: False)
         self._saver = Saver(part.snapshots, part.rank, replaced=False)
-        self._handed = self._gated = False
+        self._due = self._handed = self._gated = False
 
     def run(self) -> Iterator[Step]:
         self._enter()
@@ -94,8 +97,19 @@ class Level1Loop:
         part = self._p
         part.snapshots.settle()
         everybody_is_here()
-        whole = part.line.finish(FINISH_S if self._handed_over() else 0.0)
-        if self._handed and whole is not True:
+        waits = f"the end of the run waits until step {self.done} is complete in the durable tiers"
+        whole, lost = Ending(
+            lambda: part.line.finish(FINISH_S if self._handed_over() else 0.0),
+            lambda: part.lost_parts(Version(self.done, part.roster.epoch)) if self._due else [],
+            lambda words: say(None, f"{waits}: {words}") if part.rank == 0 else None,
+        ).run()
+        if lost and part.rank == 0:
+            say(
+                None,
+                f"step {self.done} is not complete in {part.config.policy.dir}, and never will be: the part of rank "
+                f"{fold_ranks(lost)} could not be written; archiver.log in that node's directory tells why",
+            )
+        if self._handed and whole is not True and not lost:
             say(part.rank, f"step {self.done} is written, but not known to be complete on all nodes")
 
     def _handed_over(self) -> bool:
@@ -103,6 +117,7 @@ class Level1Loop:
         part = self._p
         version = Version(self.done, part.roster.epoch)
         if part.config.durable and self.done > 0 and version in part.snapshots.full():
+            self._due = True
             archiver = part.node_dir / env.ARCHIVER_SOCKET
             self._handed = until_durable(part.snapshots, version, archiver=archiver, rank=part.rank, stop=lambda: False)
         return self._handed
@@ -128,7 +143,7 @@ class Level1Loop:
 
     def _save(self, version: Version, *, first: bool = False) -> None:
         part, pacing = self._p, self._pacing
-        pacing.step(version.step)
+        pacing.step()
         full = first or pacing.full(version.step)
         if full:
             if not first:
@@ -137,7 +152,8 @@ class Level1Loop:
                 part.snapshots.await_copy()
                 if self._gated:
                     self._await_replica(version.step - 1)
-                everybody_is_here()
+                if not everybody(part.snapshots.whole) and not part.state.replicated:
+                    part.snapshots.forget_newest()
                 if version.step < self._total:  # the last step is handed over at the end of the loop
                     pacing.agree_to_hold(version.step)
             self._saver.save(

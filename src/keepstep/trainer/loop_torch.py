@@ -34,6 +34,7 @@ from keepstep.trainer.exceptions import (
     StateNotPlain,
     StepMisused,
 )
+from keepstep.trainer.exchange_torch import everybody
 from keepstep.trainer.final import say_if_over, until_durable
 from keepstep.trainer.frameworks_torch import reset_after_abort
 from keepstep.trainer.gate import Gate, needs_replica
@@ -191,7 +192,7 @@ class Loop:
         # In this order: a process killed in between leaves a second, equal line when the step is done again. The other
         # way round its successor would go on behind a step whose loss nobody has written.
         session.losses.write(step.index, epoch, session.readable(loss))
-        self._pacing.step(self.done)
+        self._pacing.step()
         self._save(self._live)
         session.beat.commit(self.done)
         if problem is not None:
@@ -214,8 +215,11 @@ class Loop:
             if self.interrupted():
                 raise CommunicationAborted("the epoch ended before the device had finished this step")
         try:
-            if session.groups.world_ops_since_mark() == 0:
-                everybody_is_here()  # ranks must not drift apart by more than one step
+            sharded = self._pacing.every > 0 and not self._replicated
+            if sharded or session.groups.world_ops_since_mark() == 0:  # else ranks drift apart by more than one step
+                common = everybody(session.snapshots.whole)
+                if sharded and not common and self._pacing.full(self.done + 1):
+                    session.snapshots.forget_newest()
             session.state.settle_buckets()
             self._pacing.agree_to_hold(self.done + 1)
             if self._pacing.agree(self.done + 1):

@@ -49,7 +49,7 @@ class Pacing:
         self.held = -1
         """Newest step that is to be held for the durable tiers."""
         self._from = 0
-        self._taken = False
+        self._taken = self._beside = False
 
     @property
     def overlap(self) -> bool:
@@ -75,18 +75,22 @@ class Pacing:
             return False
         return step % self._durable_every == 0 or step == self._total
 
-    def step(self, step: int) -> None:
+    def step(self) -> None:
         """A step is complete, up to its snapshot."""
-        before = self.overlap
         self.pace.step(time.monotonic(), self._snapshots.waited_s, snapshot=self._taken)
-        if self._rank == 0 and self.overlap != before:
-            self._tell_mode(step)
 
     def saved(self, *, full: bool) -> None:
         """The snapshot of a step has been taken, or begun."""
         self._taken = full
-        if full and self._snapshots.copied_s is not None:
+        if not full:
+            return
+        beside = self._snapshots.copied_s is None and self._snapshots.whole
+        if self._snapshots.copied_s is not None:
             self.pace.copied(self._snapshots.copied_s)
+        if beside != self._beside:  # not what is wanted, but what was done: small state is never copied beside a step
+            self._beside = beside
+            if self._rank == 0:
+                self._note_mode()
 
     def too_dear(self, gate: Gate) -> bool:
         """Whether to go on without waiting for another node's copy: it costs more than the user's budget."""
@@ -146,18 +150,21 @@ class Pacing:
     def _rhythm(self) -> str:
         return "every step" if self.every == 1 else f"every {self.every} steps"
 
-    def _tell_mode(self, step: int) -> None:
+    def _note_mode(self) -> None:
         copy_s, own = self.pace.copy_s, self.pace.step_s
-        how = "beside the next step" if self.overlap else "before the commit returns, as at first"
+        how = "beside the next step" if self._beside else "before the commit returns, as at first"
         why = (
             f"{self._rhythm}, copied {how}: the copy takes {copy_s * 1e3:.1f} ms of a step of "
             f"{own * 1e3:.1f} ms, and steps may wait {self.share or DEFAULT_SHARE:.2%} for it"
         )
-        self._tell_pace("memory", step, why, copy_s)
+        self._note("memory", self._snapshots.lag()[0], why, copy_s)
 
     def _tell_pace(self, tier: TierLabel, step: int, why: str, cost: float = 0.0) -> None:
         """To people and to the log, which shows the newest of these as the job's pace."""
-        note = Note(what="interval", tier=tier, step=step, rank=self._rank, why=why, seconds=cost)
-        self._snapshots.notes.tell(note)
+        self._note(tier, step, why, cost)
         who = "" if self._rank == 0 else f"rank {self._rank}: "
         print(f"keepstep: {who}snapshots {why}", file=sys.stderr, flush=True)
+
+    def _note(self, tier: TierLabel, step: int, why: str, cost: float) -> None:
+        note = Note(what="interval", tier=tier, step=step, rank=self._rank, why=why, seconds=cost)
+        self._snapshots.notes.tell(note)

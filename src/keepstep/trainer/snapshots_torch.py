@@ -66,6 +66,8 @@ class Snapshots:
         self._flight: Flight | None = None
         self._problem: Exception | None = None
         self._trusted = True
+        self.whole = True
+        """The newest full version that was due is here, or on its way here."""
         self.keeper_away = False
         """Nobody heard the last ring for this node's keeper."""
         self._owners: Callable[[Live], Owners] | None = None
@@ -130,6 +132,7 @@ class Snapshots:
         if self._problem is not None:
             problem, self._problem = self._problem, None
             raise problem
+        self.whole = self.whole and not full  # until it is: a failure below leaves this rank without the version
         shards, buffers = (state.shards() if full else []), state.buffers()
         replicated = state.replicated if self._replicated is None else self._replicated  # asking walks all modules
         description = Description(plain=state.plain(), key=key, full=full, world_size=world_size, replicated=replicated)
@@ -145,6 +148,7 @@ class Snapshots:
                 self._arrived(slot, version, ring=ring, pin=pin)
         else:
             self._depart(version, shards, buffers, description, ring=ring, pin=pin)
+        self.whole = self.whole or full
         self.waited_s += time.perf_counter() - began
 
     def _write(
@@ -210,6 +214,7 @@ class Snapshots:
             return
         self._flight = None
         self._problem = flight.error or self._problem
+        self.whole = self.whole and flight.intact and flight.error is None
         if not flight.intact and self._trusted:
             self._trusted = False
             print(
@@ -350,6 +355,15 @@ class Snapshots:
             if kept is not None:
                 kept.forget_after(version)
         self._ring(self._keeper, version.step)  # it may have taken what is gone now for the newest, and be content
+
+    def forget_newest(self) -> None:
+        """Some rank lacks the newest version, so no world goes on from it: where it is, the next one shall take its
+        place, and not that of the version before, from which all still can."""
+        held = self.full()
+        if self.whole and len(held) > 1:
+            self._full.forget_after(held[1])
+            self._newest = None
+            self._ring(self._keeper, held[1].step)
 
     def forget_all(self) -> None:
         self.settle()

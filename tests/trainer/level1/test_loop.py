@@ -87,10 +87,10 @@ def test_nothing_is_overwritten_before_another_node_has_what_came_after_it(
         state=SimpleNamespace(settle_buckets=lambda: None, touched=True, replicated=replicated),
         snapshots=SimpleNamespace(
             save=lambda state, version, **how: order.append(f"save {version.step}"), lag=lambda: (1, 1), waited_s=0.0,
-            await_copy=lambda: order.append("copy"), copied_s=None, config=CheckpointConfig(job=JobId("j")),
+            await_copy=lambda: order.append("copy"), whole=True, copied_s=0.0, config=CheckpointConfig(job=JobId("j")),
         ),
     )  # fmt: skip
-    monkeypatch.setattr(level1_loop_torch, "everybody_is_here", lambda: order.append("everybody"))
+    monkeypatch.setattr(level1_loop_torch, "everybody", lambda good: order.append("everybody") or good)
     loop = Level1Loop(part, 9, 0)
     monkeypatch.setattr(loop._gate, "wait", lambda step: order.append(f"replica of {step}"))
     loop._begin(3)

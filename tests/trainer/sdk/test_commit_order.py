@@ -12,6 +12,7 @@ from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.slot import Version
 from keepstep.model.env import COPY
 from keepstep.model.ids import JobId
+from keepstep.trainer import loop_torch
 from keepstep.trainer.loop_torch import Loop
 
 
@@ -33,7 +34,7 @@ def test_a_step_that_can_be_resumed_from_has_its_loss_written() -> None:
         cuda=False, token="", snap_dir=Path(), rank=0, beat=None, has_buddy=True,
         state=SimpleNamespace(settle_buckets=lambda: None, touched=True, replicated=True),
         snapshots=SimpleNamespace(
-            save=save, await_copy=lambda: None, waited_s=0.0, lag=lambda: (6, 6),
+            save=save, await_copy=lambda: None, whole=True, waited_s=0.0, lag=lambda: (6, 6),
             config=CheckpointConfig(job=JobId("j")),
         ),
         groups=SimpleNamespace(world_ops_since_mark=lambda: 1),
@@ -58,7 +59,7 @@ def test_a_node_alone_has_its_versions_sealed_and_its_last_one_whole(monkeypatch
         state=SimpleNamespace(settle_buckets=lambda: None, touched=True, replicated=True),
         snapshots=SimpleNamespace(
             save=lambda state, version, **how: saved.update({version: how}), await_copy=lambda: None, waited_s=0.0,
-            copied_s=None, config=CheckpointConfig(job=JobId("j")),
+            whole=True, copied_s=0.0, config=CheckpointConfig(job=JobId("j")),
         ),
         groups=SimpleNamespace(world_ops_since_mark=lambda: 1),
         control=SimpleNamespace(slow_down_s=0.0, raise_injected=False),
@@ -85,7 +86,7 @@ def test_a_device_works_on_while_the_other_nodes_copy_is_waited_for(monkeypatch:
         state=SimpleNamespace(settle_buckets=lambda: None, touched=True, replicated=True),
         snapshots=SimpleNamespace(
             save=lambda state, version, **how: order.append("save"), await_copy=lambda: order.append("copy"),
-            waited_s=0.0, copied_s=None, lag=lambda: (1, 1), config=CheckpointConfig(job=JobId("j")),
+            whole=True, waited_s=0.0, copied_s=0.0, lag=lambda: (1, 1), config=CheckpointConfig(job=JobId("j")),
         ),
         groups=SimpleNamespace(mark=lambda: None, world_ops_since_mark=lambda: 0, aborted=False),
         control=SimpleNamespace(slow_down_s=0.0, raise_injected=False, pending=None),
@@ -108,3 +109,34 @@ def test_a_device_works_on_while_the_other_nodes_copy_is_waited_for(monkeypatch:
         *("copy", "replica of 1", "device", "save"),
         *("copy", "device", "save"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("replicated", "common", "every", "forgets"),
+    [(False, False, 1, True), (False, True, 1, False), (True, False, 1, False), (False, False, 4, False)],
+)
+def test_a_version_that_some_rank_lacks_gives_way_before_the_next_is_written(
+    monkeypatch: pytest.MonkeyPatch, replicated: bool, common: bool, every: int, forgets: bool
+) -> None:
+    """Sharded state: all ranks hear of it before they write over the last version that is everywhere. A live replica
+    needs none of that, nor does a step that writes nothing."""
+    order: list[str] = []
+    session: Any = SimpleNamespace(
+        cuda=False, token="", snap_dir=Path(), rank=0, has_buddy=False,
+        state=SimpleNamespace(settle_buckets=lambda: None, touched=True, replicated=replicated),
+        snapshots=SimpleNamespace(
+            save=lambda state, version, **how: order.append("save" if how["full"] else "part"),
+            await_copy=lambda: order.append("copy"), forget_newest=lambda: order.append("forget"),
+            whole=True, waited_s=0.0, copied_s=0.0, config=CheckpointConfig(job=JobId("j")),
+        ),
+        groups=SimpleNamespace(world_ops_since_mark=lambda: 1), beat=SimpleNamespace(commit=lambda step: None),
+        control=SimpleNamespace(slow_down_s=0.0, raise_injected=False),
+        roster=SimpleNamespace(epoch=1, key="k", snapshot_every=every, world_size=2),
+        losses=SimpleNamespace(write=lambda index, epoch, loss: None), readable=lambda loss: loss,
+    )  # fmt: skip
+    monkeypatch.setattr(loop_torch, "everybody", lambda good: common)
+    loop = Loop(session, 9, 0)
+    loop.done, loop._replicated = 4, replicated
+    loop._pacing.restart(4, every)
+    loop.commit(SimpleNamespace(index=4, committed=False), 0.5)  # type: ignore[arg-type]
+    assert order == ["copy", *(["forget"] if forgets else []), "save" if every == 1 else "part"]

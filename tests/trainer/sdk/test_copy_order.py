@@ -30,7 +30,8 @@ class Told:
             lag=lambda: (0, 0),
             held=list,
             waited_s=0.0,
-            copied_s=None,
+            copied_s=0.0,
+            whole=True,
             notes=SimpleNamespace(tell=lambda note: None),
             config=CheckpointConfig(job=JobId("j")),
         )
@@ -75,7 +76,7 @@ def test_a_commit_says_that_it_is_here_only_when_its_last_copy_is_complete(monke
     """Where a step has no reduction over all ranks, the commit's own is what lets others write over the step before:
     this rank's version is complete by then, whatever kind of device, and it writes over its own only afterwards."""
     session = Told(replicated=False, buddy=False)
-    monkeypatch.setattr(loop_torch, "everybody_is_here", lambda: session.said.append("everybody is here"))
+    monkeypatch.setattr(loop_torch, "everybody", lambda good: session.said.append("everybody is here") or good)
     step: Any = SimpleNamespace(index=6, committed=False)
     loop = loop_of(session)
     loop.commit(step, 0.5)

@@ -19,22 +19,22 @@ class Rank:
     """One rank's pacing over a step of 100 ms, with a budget of 1 %."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> None:
-        self.now = 50.0
+        self.now, self.large = 50.0, True
         monkeypatch.setattr(pacing_torch, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.told: list[Note] = []
         self.snapshots: Any = SimpleNamespace(
             config=CheckpointConfig(job=JobId("j"), policy=CheckpointPolicy(overhead=0.01)), waited_s=0.0,
-            copied_s=None, lag=lambda: (7, 6), notes=SimpleNamespace(tell=self.told.append),
+            whole=True, copied_s=None, lag=lambda: (7, 6), notes=SimpleNamespace(tell=self.told.append),
         )  # fmt: skip
         self.pacing = Pacing(self.snapshots, rank, 1000)
         self.pacing.restart(0, 1)
 
     def steps(self, first: int, last: int, copy_s: float) -> None:
-        for step in range(first, last + 1):
+        for _ in range(first, last + 1):
             self.now += 0.1 + copy_s
             self.snapshots.waited_s += copy_s
-            self.pacing.step(step)
-            self.snapshots.copied_s = None if self.pacing.overlap else copy_s
+            self.pacing.step()
+            self.snapshots.copied_s = None if self.pacing.overlap and self.large else copy_s
             self.pacing.saved(full=True)
 
 
@@ -70,6 +70,10 @@ def test_the_log_hears_when_copies_move_beside_the_next_step(monkeypatch: pytest
         "1.00% for it"
     )
     assert other.told == []
+    small = Rank(monkeypatch)
+    small.large = False  # below ``OVERLAP_FROM`` every copy blocks, whatever it costs
+    small.steps(1, 9, 0.02)
+    assert small.told == []
 
 
 def test_not_waiting_for_the_other_node_is_a_choice_and_no_gap(
