@@ -29,6 +29,7 @@ from keepstep.model.facts import (
     ActionFailed,
     AgentJoined,
     CollectiveBroken,
+    GuardNoted,
     RankResumed,
     RankStalled,
     RecoveredLocally,
@@ -106,6 +107,7 @@ while True:
                 say(wire.WorkerJoined(epoch=epoch, ms=1.0))
                 say(wire.WorkerResumed(epoch=epoch, step=3, newest=3, source="live", phases={"swap": 1.0}))
                 say(wire.WorkerAdvanced(epoch=epoch, step=4))
+                say(wire.WorkerGuarded(what="replicas", step=4, why="differs", ranks=(1,), tensor="p/m/w", since=3))
             elif isinstance(frame, wire.Refused):
                 note("refused " + frame.why)
                 sys.exit(frame.code)
@@ -191,6 +193,8 @@ def test_standby_takes_the_vacant_seat(node_dir: Path, tmp_path: Path) -> None:
             await controller.wait(StandbyReady, lambda f: f.slot != "s0")
             broken = await controller.wait(CollectiveBroken)
             assert (broken.rank, broken.epoch) == (0, first.epoch)
+            told = await controller.wait(GuardNoted)
+            assert (told.what, told.step, told.ranks, told.tensor, told.since) == ("replicas", 4, (1,), "p/m/w", 3)
 
     run(story)
 
