@@ -179,7 +179,7 @@ KERNEL: tuple[Rule, ...] = (
     ),
     infra(
         "nic_failure",
-        r"mlx5\S*.*(?:health (?:compromised|poll failed|recovery)|fatal error|firmware (?:error|internal)|cmd\S* timeout|ENABLE_HCA.*timeout|wait_func.*timeout|device's health|hardware error|PCI (?:slot|error))|NETDEV WATCHDOG: (?P<link>\S+)|transmit queue \d+ timed out|\b(?:bnxt|ice|efa|irdma|hfi1|i40e)(?:_\w+)?\b.{0,60}(?:fatal|firmware|hang|reset required|unrecoverable)|efa\S* .{0,40}(?:Failed to process command|device did not send)|ena device did not send a completion",
+        r"mlx5_core.*(?:health (?:compromised|poll failed|recovery)|fatal error|firmware (?:error|internal)|cmd\S* timeout|ENABLE_HCA.*timeout|wait_func.*timeout|device's health|hardware error|PCI (?:slot|error))|NETDEV WATCHDOG: (?P<link>\S+)|transmit queue \d+ timed out|\b(?:bnxt|ice|efa|irdma|hfi1|i40e)(?:_\w+)?\b.{0,60}(?:fatal|firmware|hang|reset required|unrecoverable)|efa\S* .{0,40}(?:Failed to process command|device did not send)|ena device did not send a completion",
         "mlx|netdev watchdog|transmit queue|bnxt|ice|efa|irdma|hfi|ena device",
         "the network adapter of the machine failed",
         weight=0.86,

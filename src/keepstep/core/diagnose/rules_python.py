@@ -202,7 +202,7 @@ PYTHON: tuple[Rule, ...] = (
         weight=0.7,
         source="PyTorch forums",
         family="branch",
-        samples="rank 3 skipped the all_reduce: conditional branch on empty batch in train.py:88",
+        samples="rank 3 skipped the all_reduce: conditional branch in train.py:88",
     ),
     user(
         "python_exception",

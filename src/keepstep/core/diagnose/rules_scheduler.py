@@ -42,7 +42,7 @@ SCHEDULER: tuple[Rule, ...] = (
     passing(
         "maintenance",
         r"(?:scheduled|planned|host|node|live) maintenance|maintenance (?:event|window|mode|reboot)|(?:cordon|drain)ed? (?:by|for) (?:operator|admin|maintenance|upgrade)|rolling (?:upgrade|update|reboot)|live migration|maintenance-event|TERMINATE_ON_HOST|NodeShutdown|imminent node shutdown|node is shutting down",
-        "maintenance|nodeshutdown|node shutdown|shutting down|cordon|drain|rolling|live migration|maintenance-event|TERMINATE_ON_HOST|NodeShutdown|imminent node shutdown|node is shutting down",
+        "maintenance|nodeshutdown|node shutdown|shutting down|cordon|drain|rolling|live migration",
         "somebody maintains the machines",
         action="restart_in_place",
         weight=0.7,

@@ -8,7 +8,7 @@ _CKPT = r"(?:ckpt|checkpoint|\.pt\b|\.pth\b|\.distcp|\.safetensors|global_step|m
 STORAGE: tuple[Rule, ...] = (
     infra(
         "storage_mount_hang",
-        r"nfs: server (?P<thing>\S+) not responding|nfs:? .*(?:timed out|not responding)|(?:mount|filesystem|file system|lustre|gpfs|beegfs|weka|vast|ceph|juicefs|fuse)\b.{0,60}(?:hang|hung|not responding|stalled|unresponsive|blocked)|state D\b.{0,40}(?:nfs|rpc_wait|lustre)|rpc_wait_bit_killable",
+        r"nfs: server (?P<thing>\S+) not responding|nfs:? .*(?:timed out|not responding)|\b(?:mount|filesystem|file system|lustre|gpfs|beegfs|weka|vast|ceph|juicefs|fuse)\b.{0,60}(?:hang|hung|not responding|stalled|unresponsive|blocked)|state D\b.{0,40}(?:nfs|rpc_wait|lustre)|rpc_wait_bit_killable",
         "not responding|nfs|mount|filesystem|file system|lustre|gpfs|beegfs|weka|vast|ceph|juicefs|fuse|rpc_wait",
         "a shared file system does not answer",
         weight=0.76,

@@ -8,6 +8,8 @@ middle by its own length, and what is remembered between blocks saves work but d
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -20,14 +22,19 @@ LONGEST_LINE = 16 << 10
 """Bytes; of a longer line the first and the last half of this are kept."""
 SHAPES_REMEMBERED = 200_000
 """Shapes without any interesting word; beyond this the memory starts anew, which costs time only."""
-HIT_SHAPES = 20_000
-"""Interesting shapes; further ones are not looked at (a log that makes so many is not made of messages)."""
+HIT_SHAPES = 8_000
+"""Interesting shapes; of further ones only those with a strong word are looked at, as many again."""
+STRONG = (b"xid", b"nvrm", b"traceback", b"out of memory", b"kernel panic", b"slurmstepd", b"uncorrectable", b"preempt")
+SHORT_WORD = 3
+"""Letters; a word so short must stand alone in the line."""
 LINES_PER_SHAPE = 6_000
 """Lines of one interesting shape that are read; further ones are counted."""
-LINES_READ = 60_000
+LINES_READ = 30_000
 """Interesting lines read altogether; further ones are counted."""
 DULL_LINES = 3_000
 """Lines without any such word that are read too, two of each shape: they may tell how far a fault reaches."""
+FEW_KINDS = 12
+"""Up to so many kinds of lines are searched one by one in a block."""
 LINES_AFTER_FRAME = 3
 """Lines read after a line of a Python stack: the source line and what follows it, be it as strange as it may."""
 TAIL_LINES = 40
@@ -58,6 +65,29 @@ def cut(line: bytes) -> bytes:
     return line if len(line) <= LONGEST_LINE else line[:half] + _GAP + line[-half:]
 
 
+def _tree(words: list[bytes]) -> bytes:
+    """A pattern for any of the words that looks at each letter once: common beginnings are written once."""
+    whole = b"" in words
+    heads: dict[int, list[bytes]] = {}
+    for word in words:
+        if word:
+            heads.setdefault(word[0], []).append(word[1:])
+    if whole:
+        return b""  # A longer word with this beginning tells nothing more.
+    branches = [re.escape(bytes([head])) + _tree(rest) for head, rest in sorted(heads.items())]
+    return branches[0] if len(branches) == 1 else b"(?:" + b"|".join(branches) + b")"
+
+
+@functools.cache
+def _pattern(words: tuple[str, ...]) -> re.Pattern[bytes]:
+    reduced = sorted({shape(word.encode()) for word in words if shape(word.encode()).strip()})
+    short, long = (
+        [word for word in reduced if (len(word.strip()) <= SHORT_WORD) is wanted] for wanted in (True, False)
+    )
+    alone = b"(?<![a-z])" + _tree([word.strip() for word in short]) + b"(?![a-z])" if short else b"(?!)"
+    return re.compile((_tree(long) if long else b"(?!)") + b"|" + alone)
+
+
 class Scanner:
     """Feeds on bytes, gives the lines that hold one of the words.
 
@@ -68,8 +98,8 @@ class Scanner:
     """
 
     def __init__(self, words: Iterable[str]) -> None:
-        reduced = sorted({shape(word.encode()) for word in words if shape(word.encode()).strip()})
-        self._words = re.compile(b"|".join(map(re.escape, reduced)))
+        self._words = _pattern(tuple(words))
+        self._strong = re.compile(b"|".join(STRONG))
         self._dull: set[bytes] = set()
         self._hits: dict[bytes, int] = {}
         self._parts: list[bytes] = []
@@ -135,18 +165,15 @@ class Scanner:
         base, self.lines = self.lines + 1, self.lines + len(shapes)
         raw = raw or data.split(b"\n")
         self._tail.extend(Raw(base + i, cut(raw[i])) for i in range(max(0, len(raw) - TAIL_LINES), len(raw)))
-        curious = len(self._dull_read) < DULL_LINES and not kinds <= self._dull_read.keys()
-        if not self._owed and not curious and self._hits.keys().isdisjoint(kinds):
-            return
-        for i, kind in enumerate(shapes):
+        for i in self._positions(shapes, kinds):
+            kind = shapes[i]
             met = self._hits.get(kind)
             if met is None and not self._owed:
-                if not curious or len(self._dull_read) >= DULL_LINES or self._dull_read.get(kind, 0) > 1:
+                if len(self._dull_read) >= DULL_LINES or self._dull_read.get(kind, 0) > 1:
                     continue
                 self._dull_read[kind] = self._dull_read.get(kind, 0) + 1
             if met is not None:
                 self._hits[kind] = met + 1
-                self._owed = LINES_AFTER_FRAME + 1 if _FRAME in kind else self._owed
             self._owed -= self._owed > 0
             if (met or 0) < LINES_PER_SHAPE and self._read < LINES_READ:
                 self._read += 1
@@ -154,6 +181,28 @@ class Scanner:
                 yield Raw(base + i, raw[i])
             else:
                 self.unread += 1
+            if _FRAME in kind:
+                self._owed = LINES_AFTER_FRAME
+
+    def _positions(self, shapes: list[bytes], kinds: set[bytes]) -> Iterable[int]:
+        """Where in the block a line may have to be read, in order."""
+        wanted = self._hits.keys() & kinds
+        if len(self._dull_read) < DULL_LINES:
+            wanted |= {kind for kind in kinds if self._dull_read.get(kind, 0) < 2}
+        if not wanted:
+            return range(min(self._owed, len(shapes)))
+        if self._owed or any(_FRAME in kind for kind in wanted):
+            return range(len(shapes))
+        if len(wanted) > FEW_KINDS:
+            return [i for i, kind in enumerate(shapes) if kind in wanted]
+        found: list[int] = []
+        for kind in wanted:
+            i = -1
+            with contextlib.suppress(ValueError):
+                while True:
+                    i = shapes.index(kind, i + 1)
+                    found.append(i)
+        return sorted(found)
 
     def _learn(self, fresh: set[bytes]) -> None:
         fresh -= self._hits.keys()
@@ -162,7 +211,10 @@ class Scanner:
         if len(self._dull) > SHAPES_REMEMBERED:
             self._dull.clear()
         for kind in sorted(fresh):
-            if len(self._hits) < HIT_SHAPES and self._words.search(kind):
+            room = len(self._hits) < HIT_SHAPES
+            if (room and self._words.search(kind)) or (
+                not room and len(self._hits) < 2 * HIT_SHAPES and self._strong.search(kind)
+            ):
                 self._hits[kind] = 0
             else:
                 self._dull.add(kind)
