@@ -349,8 +349,9 @@ class Snapshots:
         return slot.describe()
 
     def forget_after(self, version: Version) -> None:
-        """Versions of a future that has been rolled back must never be resumed from."""
+        """Versions of a future that has been rolled back must never be resumed from. All ranks have ``version``."""
         self.settle()
+        self.whole = True
         for kept in (self._full, self._private):
             if kept is not None:
                 kept.forget_after(version)
@@ -367,6 +368,7 @@ class Snapshots:
 
     def forget_all(self) -> None:
         self.settle()
+        self.whole = True
         self._full.forget_all()
         if self._private is not None or self._look_private():
             self._private_pair().forget_all()
