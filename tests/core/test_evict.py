@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from keepstep.core.exceptions import IllegalMove
 from keepstep.core.locate import evict_ledger
+from keepstep.core.locate.domains import FaultDomain, domains_of
 from keepstep.core.locate.evict import (
     EvictionVerdict,
-    FaultDomain,
     Limit,
-    domains_of,
     most_voted,
     smallest_domain,
 )
@@ -153,6 +152,17 @@ def test_scattered_outliers_have_nothing_in_common() -> None:
     verdict = smallest_domain(odd, domains, limit=WIDE)
     assert (verdict.action, verdict.domain, verdict.nodes) == ("leave", None, ())
     assert verdict.unexplained == tuple(odd)
+
+
+def test_size_of_the_job_does_not_hide_a_domain() -> None:
+    """9,600 ranks on 1,200 nodes: one outlier is its node, a pipeline group of eight nodes is that group."""
+    domains = domains_of(roster(1200, 8), Layout(tp=8, pp=8, dp=150))
+    one = smallest_domain([4711], domains)
+    assert (one.action, one.nodes) == ("evict", ("n588",))
+    group = next(domain for domain in domains if domain.kind == "pp" and 4711 in domain.ranks)
+    eight = smallest_domain(group.ranks, domains)
+    assert (eight.action, eight.domain) == ("evict_and_examine", group)
+    assert len(eight.nodes) == 8
 
 
 def test_no_outlier_no_verdict() -> None:

@@ -12,32 +12,17 @@ If most ranks are outliers, the outliers are not the odd ones, and nobody's node
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
 from msgspec import Struct
 
+from keepstep.core.locate.domains import NAMES, DomainKind, FaultDomain
 from keepstep.model.ids import NodeId
-from keepstep.model.topology import Layout, Roster, fold_ranks
+from keepstep.model.topology import fold_ranks
 
-DomainKind = Literal["device", "node", "link", "tp", "pp", "dp", "rack", "storage", "job"]
 Action = Literal["evict", "evict_and_examine", "examine", "ask", "leave"]
-
-NAMES: Mapping[DomainKind, str] = MappingProxyType(
-    {
-        "device": "the device of rank",
-        "node": "node",
-        "link": "link",
-        "tp": "tensor-parallel group",
-        "pp": "pipeline-parallel group",
-        "dp": "data-parallel group",
-        "rack": "rack",
-        "storage": "storage of",
-        "job": "all ranks",
-    }
-)
-"""In this order a domain gets its name where several consist of the same ranks: the smallest repair first."""
 
 PRIORS: Mapping[DomainKind, float] = MappingProxyType(
     {
@@ -56,29 +41,21 @@ PRIORS: Mapping[DomainKind, float] = MappingProxyType(
 decide only where the outliers fit two domains about equally well. The rest is ``SCATTERED``."""
 SCATTERED = 0.03
 """Prior of outliers that have nothing in common."""
-SHOWS = 0.9
-"""Probability that a rank of the faulty domain is an outlier."""
-STRAY = 0.01
-"""Probability that a rank outside of it is one, too."""
+SHOWS = (9.0, 1.0)
+"""How many ranks of the faulty domain are outliers: a Beta distribution, nine of ten on average."""
+STRAY = (1.0, 99.0)
+"""How many ranks outside of it are outliers, too: one of a hundred on average, often none at all.
+
+Distributions and not fixed rates: with a fixed one of a hundred, ten thousand ranks without a stray outlier would be
+evidence against every domain."""
+ANY = (1.0, 1.0)
+"""Outliers that have nothing in common: every number of them is as likely as any other."""
 MAJORITY = 0.5
 """Share of the ranks from which on outliers are no longer the odd ones out."""
 SHOWN = 3
 """Rejected domains that a verdict names."""
 SHARED: tuple[DomainKind, ...] = ("storage", "job")
 """Kinds that no eviction mends."""
-
-
-class FaultDomain(Struct, frozen=True, kw_only=True):
-    """Ranks that look ill together, and the nodes to give up for it."""
-
-    kind: DomainKind
-    name: str
-    ranks: frozenset[int]
-    nodes: tuple[NodeId, ...]
-
-    @property
-    def words(self) -> str:
-        return f"{NAMES[self.kind]} {self.name}".rstrip()
 
 
 class Limit(Struct, frozen=True, kw_only=True):
@@ -119,58 +96,6 @@ class EvictionVerdict(Struct, frozen=True, kw_only=True):
     evidence: tuple[str, ...]
     rejected: tuple[str, ...]
     cost_if_wrong: str
-
-
-def domains_of(
-    roster: Roster,
-    layout: Layout,
-    *,
-    links: Iterable[tuple[NodeId, NodeId]] = (),
-    storage: Mapping[str, Collection[NodeId]] = MappingProxyType({}),
-) -> tuple[FaultDomain, ...]:
-    """Every domain of a job: devices, nodes, racks, the parallel groups where the layout is known, and what is given.
-
-    Args:
-        links: pairs of nodes between which a link is in doubt.
-        storage: mounts or servers, and the nodes that use each.
-    """
-    home = {int(member.rank): member.node for member in roster.members}
-    racks: dict[str, list[NodeId]] = {}
-    for place in roster.places:
-        if place.rack:
-            racks.setdefault(place.rack, []).append(place.node)
-
-    def made(kind: DomainKind, name: str, ranks: Iterable[int]) -> FaultDomain:
-        inside = frozenset(ranks)
-        return FaultDomain(
-            kind=kind, name=name, ranks=inside, nodes=tuple(dict.fromkeys(home[rank] for rank in sorted(inside)))
-        )
-
-    def on(nodes: Collection[NodeId]) -> list[int]:
-        return [rank for rank, node in home.items() if node in nodes]
-
-    found = [made("device", str(rank), [rank]) for rank in home]
-    found += [made("node", node, on([node])) for node in dict.fromkeys(home.values())]
-    found += [made("link", f"{one}-{other}", on([one, other])) for one, other in links]
-    found += [made("rack", name, on(nodes)) for name, nodes in racks.items()]
-    found += [made("storage", name, on(nodes)) for name, nodes in storage.items()]
-    if layout.known and layout.tp * layout.pp * layout.dp == len(home):
-        for kind, ranks in _groups(layout):
-            found.append(made(kind, fold_ranks(ranks), ranks))
-    return tuple(domain for domain in found if domain.ranks)
-
-
-def _groups(layout: Layout) -> Iterable[tuple[DomainKind, list[int]]]:
-    """Rank = (pp_index * dp + dp_index) * tp + tp_index."""
-    tp, dp, pp = range(layout.tp), range(layout.dp), range(layout.pp)
-    for p in pp:
-        for d in dp:
-            yield "tp", [(p * layout.dp + d) * layout.tp + t for t in tp]
-        for t in tp:
-            yield "dp", [(p * layout.dp + d) * layout.tp + t for d in dp]
-    for d in dp:
-        for t in tp:
-            yield "pp", [(p * layout.dp + d) * layout.tp + t for p in pp]
 
 
 def smallest_domain(
@@ -274,8 +199,7 @@ def _weigh(
     logs: list[tuple[FaultDomain | None, float]] = [
         (domain, math.log(prior[domain.ranks]) + _fit(odd, ranks, domain.ranks)) for domain in named.values()
     ]
-    # Outliers at an unknown rate: each number of them is as likely as any other, each choice of ranks too.
-    logs.append((None, math.log(SCATTERED) - math.log(len(ranks) + 1) - _log_choose(len(ranks), len(odd))))
+    logs.append((None, math.log(SCATTERED) + _beta(len(odd), len(ranks), ANY)))
     top = max(value for _, value in logs)
     total = sum(math.exp(value - top) for _, value in logs)
     shares = [(domain, math.exp(value - top) / total) for domain, value in logs]
@@ -311,17 +235,17 @@ def _fit(odd: frozenset[int], ranks: frozenset[int], inside: frozenset[int]) -> 
     """Log-likelihood of these outliers if the domain with the ranks ``inside`` is faulty."""
     shown = len(odd & inside)
     stray = len(odd) - shown
-    calm = len(ranks) - len(inside) - stray
-    return (
-        shown * math.log(SHOWS)
-        + (len(inside) - shown) * math.log1p(-SHOWS)
-        + stray * math.log(STRAY)
-        + calm * math.log1p(-STRAY)
-    )
+    return _beta(shown, len(inside), SHOWS) + _beta(stray, len(ranks) - len(inside), STRAY)
 
 
-def _log_choose(count: int, some: int) -> float:
-    return math.lgamma(count + 1) - math.lgamma(some + 1) - math.lgamma(count - some + 1)
+def _beta(some: int, count: int, rate: tuple[float, float]) -> float:
+    """Log-probability that exactly these ``some`` of ``count`` are outliers, their rate being Beta-distributed."""
+    one, other = rate
+    return _log_beta(one + some, other + count - some) - _log_beta(one, other)
+
+
+def _log_beta(one: float, other: float) -> float:
+    return math.lgamma(one) + math.lgamma(other) - math.lgamma(one + other)
 
 
 def _against(domain: FaultDomain | None, chance: float, odd: frozenset[int]) -> str:
