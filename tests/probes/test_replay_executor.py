@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import signal
@@ -180,6 +181,26 @@ def test_nothing_that_runs_is_an_error_and_not_a_verdict(tmp_path: Path) -> None
     tool.write_text('#!/bin/sh\n[ -z "$FAULT" ]\n')
     tool.chmod(0o755)
     assert examine(room(4, [3]), job, record=tmp_path / "r", luck=lambda: HALF).machines == ("n3",)
+
+
+def test_too_few_descriptors_leave_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a process was started that cannot be watched, its group is void and the process is ended."""
+    pids: list[int] = []
+    real = os.pidfd_open
+
+    def scarce(pid: int, flags: int = 0) -> int:
+        pids.append(pid)
+        if len(pids) == 2:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(pid, flags)
+
+    monkeypatch.setattr(os, "pidfd_open", scarce)
+    phase = Phase(groups=((NodeId("n0"), NodeId("n1"), NodeId("n2")),))
+    found = play(room(3), Job(command=("sleep", "300")), phase, tmp_path / "out")
+    assert found[0].kind == "void"
+    assert "Too many open files" in found[0].why
+    assert len(pids) == 2
+    assert not any(map(alive, pids))
 
 
 def test_finished_search_is_not_run_again(tmp_path: Path) -> None:

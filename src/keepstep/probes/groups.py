@@ -221,12 +221,12 @@ class _Round:
                         start_new_session=True,
                         preexec_fn=_die_with(os.getpid()),
                     )
+                group.alive[rank] = process
+                fd = os.pidfd_open(process.pid)
             except OSError as error:
                 self._kill(group)
                 self._finish(group, "void", f"{command[0]} could not be started for {machine}: {error.strerror}")
                 return
-            group.alive[rank] = process
-            fd = os.pidfd_open(process.pid)
             self._fds[fd] = (index, rank)
             self._selector.register(fd, selectors.EVENT_READ)
 
@@ -256,13 +256,11 @@ class _Round:
         for fd, (index, rank) in list(self._fds.items()):
             if index == group.index:
                 self._collect(fd, group, rank)
+        for process in group.alive.values():  # at most the one for which there was no descriptor left
+            _end(process)
 
     def _collect(self, fd: int, group: _Running, rank: int) -> int:
-        """End the session while its leader, be it a zombie, still holds the number; then collect the leader."""
-        process = group.alive.pop(rank)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
+        code = _end(group.alive.pop(rank))
         self._selector.unregister(fd)
         os.close(fd)
         del self._fds[fd]
@@ -288,6 +286,13 @@ class _Round:
                 machine=group.machine,
             )
         )
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """End the session while its leader, be it a zombie, still holds the number; then collect the leader."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
 
 
 def _die_with(parent: int) -> Callable[[], None]:
