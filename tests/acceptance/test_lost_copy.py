@@ -52,6 +52,5 @@ def test_a_lagging_copy_holds_the_job_back_and_a_lost_node_changes_no_loss(
     incidents = set(cluster.watch.incidents)
     assert not cluster.close()
     # All launchers were sent SIGTERM at once, as a scheduler does: an ordered end is nobody's fault.
-    assert cluster.watch.state == "STOPPED"
     assert set(cluster.watch.incidents) == incidents
     assert_same_losses(cluster, undisturbed, steps, WORLD)
