@@ -22,6 +22,12 @@ EARLIEST = 0.05
 """Bonus of the candidate that was seen first."""
 SKEW_S = 120.0
 """Seconds by which the clocks of two nodes may differ."""
+NEAR_LINES = 4
+"""Lines around a fault of the data in which its file may be named."""
+STALE_S = 6 * 3600.0
+"""Seconds before the last trouble, after which a fault is history and not the cause."""
+_TELLING = ("mig", "stale_process", "foreign_process", "only_here")
+"""Notes whose node is the culprit's."""
 SHARPNESS = 9.0
 """How fast probability falls with weight; 0.1 of weight is a factor of 2.5."""
 _PATH = re.compile(
@@ -76,8 +82,25 @@ def _causes(log: Log) -> list[Cause]:
     mismatch = _mismatch(log)
     if mismatch is not None and "collective_mismatch" not in log.findings:
         made.append(mismatch)
-    made = _first(made, log)
+    made = _first(_recent(made), log)
     return sorted(made, key=lambda cause: (-cause.weight, cause.findings[0].number, cause.id))
+
+
+def _recent(causes: list[Cause]) -> list[Cause]:
+    """Old faults weigh little beside fresh ones: the job ran on after them."""
+    last = {
+        id(cause): max((one.time for one in cause.findings if one.time is not None), default=None) for cause in causes
+    }
+    known = [time for time in last.values() if time is not None]
+    if not known:
+        return causes
+    end = max(known)
+    return [
+        replace(cause, weight=cause.weight - 0.4, why="it was over long before")
+        if (time := last[id(cause)]) is not None and end - time > STALE_S
+        else cause
+        for cause in causes
+    ]
 
 
 def _parts(id: str, findings: list[Finding]) -> list[list[Finding]]:
@@ -200,6 +223,12 @@ def _culprit(cause: Cause, log: Log) -> Culprit:
     node = next((one.node for one in cause.findings if one.node), "")
     rank = next((one.rank for one in cause.findings if one.rank is not None), None)
     gpu = next((one.gpu for one in cause.findings if one.gpu), "")
+    if node and cause.category == "infrastructure":
+        beside = [one for found in log.findings.values() for one in found if one.node == node]
+        beside.sort(key=lambda one: not one.rule.id.startswith("gpu"))
+        gpu = gpu or next((one.gpu for one in beside if one.gpu and one.rule.category == "infrastructure"), "")
+        if rank is None:
+            rank = next((one.rank for one in beside if one.rank is not None and one.rule.role == "symptom"), None)
     frame = next((one.frame for one in cause.findings if one.frame), None)
     if frame is None and cause.category in ("user_code", "data") and len(log.frames) >= 1:
         frame = log.frames[0][1]
@@ -210,7 +239,7 @@ def _culprit(cause: Cause, log: Log) -> Culprit:
         and cause.category == "infrastructure"
         and cause.action in ("replace_node", "isolate_and_verify", "restart_in_place")
     ):
-        node = _only_node(log)
+        node = _only_node(cause, log)
     if rank is None and cause.category == "infrastructure" and node:
         here = [r for r, n in log.places.node_of.items() if n == node]
         rank = here[0] if len(here) == 1 else _sole_sufferer(log)
@@ -231,13 +260,20 @@ def _field(cause: Cause, name: str) -> str:
     return next((one.fields[name] for one in cause.findings if one.fields.get(name)), "")
 
 
-def _only_node(log: Log) -> str:
-    """The one node that the log speaks of, or that a note calls the only one affected."""
-    for one in log.tags.get("only_here", ()):
-        if one.node:
-            return one.node
-    named = list(log.places.nodes)
-    return named[0] if len(named) == 1 else ""
+def _only_node(cause: Cause, log: Log) -> str:
+    """The one node that faults, notes or lines speak of, when exactly one is spoken of."""
+    told = [
+        one.node
+        for id, found in log.findings.items()
+        if _role(log, id) in ("initiating", "symptom") and found[0].rule.category == cause.findings[0].rule.category
+        for one in found
+        if one.node
+    ]
+    noted = [one.node for tag in _TELLING for one in log.tags.get(tag, ()) if one.node]
+    for named in (told, noted, list(log.places.speakers), list(log.places.nodes)):
+        if len(set(named)) == 1 and not where.is_node_range(named[0]):
+            return named[0]
+    return noted[0] if noted else ""
 
 
 def _sole_sufferer(log: Log) -> int | None:
@@ -252,6 +288,10 @@ def _sole_sufferer(log: Log) -> int | None:
 def _thing(cause: Cause, log: Log) -> str:
     texts = [one.text for one in cause.findings[:3]]
     if cause.category == "data":
+        own = next((name for name in map(where.data_file, texts) if name), "")
+        near = [name for number, name in log.data_files if abs(number - cause.findings[0].number) <= NEAR_LINES]
+        if own or near:
+            return own or near[-1]
         texts += [one.text for one in log.findings.get("bad_sample", ())[:3]] + [
             one.text for one in log.findings.get("token_id_out_of_range", ())[:2]
         ]

@@ -114,6 +114,7 @@ class Log:
         self.first_stop: int | None = None
         self.frames: list[tuple[int, Frame]] = []
         self.tail: list[Line] = []
+        self.data_files: list[tuple[int, str]] = []
         self.progress: list[int] = []
         self.last_trouble = 0
         self.source = Source()
@@ -140,6 +141,8 @@ class Log:
         frame = own(frames) if frames else mentioned(line.text)
         if frame is not None and len(self.frames) < TAGS_KEPT:
             self.frames.append((line.number, frame))
+        if len(self.data_files) < TAGS_KEPT and (named := where.data_file(line.text)):
+            self.data_files.append((line.number, named))
         matched = _matched(line, rules)
         if frames and not any(rule.role in ("initiating", "symptom", "cascade", "teardown") for rule, _ in matched):
             matched.append((_GENERIC_RULE, {"thing": line.message.split(":")[0][:80]}))

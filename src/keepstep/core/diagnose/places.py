@@ -27,7 +27,14 @@ _NOT_A_NODE = re.compile(
 _RANK = re.compile(r"\brank[ =:#_]{0,2}\[?(\d{1,6})\b", re.IGNORECASE)
 _PCI = re.compile(r"\b([0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2})(?:\.\d)?\b", re.IGNORECASE)
 _GPU = re.compile(r"\bGPU[ #:=]?\[?(\d{1,2})\b(?!\s*(?:GPUs?|of|total|GiB|MiB|GB|C\b|%))", re.IGNORECASE)
+_DATA_FILE = re.compile(
+    r"[\w./:@+-]{0,200}\.(?:tar|parquet|jsonl?|arrow|tfrecord|bin|idx|npy|npz|h5|lmdb|mdb|csv|tsv|txt|mds|jpe?g|png|webp|mp4|wav|flac|"
+    r"record|avro|webm|mkv)(?:\.(?:gz|zst|zstd|xz|bz2|lz4))?(?![\w.]*\w)",
+    re.IGNORECASE,
+)
 _PEER = re.compile(r"\[?(\d{1,3}(?:\.\d{1,3}){3})\]?")
+_BLOCK = re.compile(r"\s+(?:host\s+: ([\w.-]+)|rank\s+: (\d{1,6}) \(local_rank)")
+"""Lines of torchrun's report of failures, which names the host first and the rank after it."""
 _INIT = re.compile(r"\brank (\d+) nranks (\d+)(?: cudaDev (\d+))?", re.IGNORECASE)
 
 
@@ -54,6 +61,12 @@ def gpu(text: str) -> str:
     return found[1] if found else ""
 
 
+def data_file(text: str) -> str:
+    """The last file of training data that the text names."""
+    found = _DATA_FILE.findall(text) if "." in text else []
+    return str(found[-1]).strip("'\"(") if found else ""
+
+
 def address(text: str) -> str:
     found = _PEER.search(text)
     return found[1] if found else ""
@@ -66,16 +79,25 @@ class Places:
         self.node_of: dict[int, str] = {}
         self.gpu_of: dict[int, str] = {}
         self.nodes: Counter[str] = Counter()
+        self.speakers: Counter[str] = Counter()
         self.ranks: set[int] = set()
         self.world = 0
+        self._host = ""
 
     def learn(self, line: Line) -> None:
         named = hosts(line.text) if len(line.text) < 2000 else []
         for one in dict.fromkeys([line.node, *named]):
             if one and (one in self.nodes or len(self.nodes) < NODES_TRACKED):
                 self.nodes[one] += 1
+        if line.node and (line.node in self.speakers or len(self.speakers) < NODES_TRACKED):
+            self.speakers[line.node] += 1
         if line.rank is not None and len(self.ranks) < RANKS_TRACKED:
             self.ranks.add(line.rank)
+        if found := _BLOCK.match(line.message):
+            if found[1]:
+                self._host = found[1]
+            elif self._host:
+                self._place(int(found[2]), self._host, "")
         if found := _INIT.search(line.text):
             self.world = max(self.world, int(found[2]))
             if line.node:

@@ -33,7 +33,7 @@ _EPOCH = re.compile(r"\[?(1[5-9]\d{8})(?:\.(\d+))?\]?:?\s+")
 
 _RANK = re.compile(r"\[?\(?(?:global_?)?[rR]ank[ _:=]?(\d{1,6})\)?\]?(?=[:\s\]|]|$):? ?")
 _DEFAULT = re.compile(r"\[(?:default|trainer|worker|\w{0,20}trainer)(\d{1,3})\]: ?")
-_SLURM = re.compile(r"\s{0,5}(\d{1,6}): (?=\S)")
+_SLURM = re.compile(r"\s{0,5}(\d{1,6}): (?=\s*\S)")
 _KEEPSTEP = re.compile(r"([A-Za-z0-9][\w.-]{0,63}):r(\d{1,6})\s")
 _POD = re.compile(r"\[pod/([\w.-]{1,80})/[\w.-]+\]\s*")
 _NCCL = re.compile(
@@ -41,7 +41,8 @@ _NCCL = re.compile(
 )
 _SPEAKER = re.compile(
     r"([A-Za-z0-9][\w.-]{0,63})[: ]\s*(?=(?:kernel|systemd|nvidia\S*|dcgm\S*|slurm\w*|NCCL|sshd|kubelet|"
-    r"containerd|dockerd|nv-hostengine|nv-fabricmanager|BMC|bmc|ipmi\S*|redfish|smartd|mcelog|rasdaemon|amdgpu|chronyd|dmesg|journal)\b)"
+    r"containerd|dockerd|nv-hostengine|nv-fabricmanager|BMC|bmc|ipmi\S*|redfish|smartd|mcelog|rasdaemon|amdgpu|chronyd|dmesg|journal|"
+    r"metadata|ec2-metadata|sar|turbostat|lspci|node-exporter|apt)\b|\$ |[EWIF]\d{4} )"
 )
 _PROGRAM = re.compile(r"(?:kernel|[\w./-]{2,40}\[\d+\]):\s*")
 _LEVEL = re.compile(r"\W{0,2}(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL|debug|info|warn(?:ing)?|error)\b\W{0,3}")
@@ -120,6 +121,11 @@ def is_host(name: str) -> bool:
     )
 
 
+def is_speaker(name: str) -> bool:
+    """Whether a word before a program's name is a machine: most have a number."""
+    return name.lower() not in _GENERIC_HOSTS and any(map(str.isdigit, name)) and not name.replace(":", "").isdigit()
+
+
 class _Labels:
     def __init__(self) -> None:
         self.node = ""
@@ -171,7 +177,7 @@ def _who(seen: _Labels, text: str, at: int, stream: list[str]) -> int:
     elif found := _NCCL.match(text, at):
         seen.node = found[1]
         seen.gpu = found[4] or seen.gpu
-    elif not seen.node and (found := _SPEAKER.match(text, at)) and is_host(found[1]):
+    elif not seen.node and (found := _SPEAKER.match(text, at)) and is_speaker(found[1]):
         seen.node = found[1]
     elif not seen.node and seen.rank is None and (found := _SLURM.match(text, at)):
         seen.rank = int(found[1])

@@ -32,7 +32,7 @@ PYTHON: tuple[Rule, ...] = (
     ),
     user(
         "shape_bug",
-        r"shapes cannot be multiplied|size of tensor a \(\d+\) must match|shape '?\[.*\]'? is invalid for input|Sizes of tensors must match|mat1 and mat2|dimension(?:s)? (?:out of range|mismatch|must match)|Dimension out of range|expected .{0,40}(?:dimensions?|size|channels?|shape).{0,40}(?:but )?got|inconsistent tensor size|incompatible shapes|Incompatible shapes|shape mismatch|must be divisible|not divisible by|view size is not compatible|stack expects each tensor to be equal size|broadcast",
+        r"shapes cannot be multiplied|size of tensor a \(\d+\) must match|shape '?\[.*\]'? is invalid for input|Sizes of tensors must match|mat1 and mat2|dimension(?:s)? (?:out of range|mismatch|must match)|Dimension out of range|expected .{0,40}(?:dimensions?|size|channels?|shape).{0,40}(?:but )?got|inconsistent tensor size|incompatible shapes|Incompatible shapes|shape mismatch|must be divisible|not divisible by|view size is not compatible|stack expects each tensor to be equal size|(?:cannot|could not) be broadcast|not broadcastable",
         "multiplied|must match|invalid for input|mat|dimension|expected|inconsistent|incompatible shapes|shape mismatch|divisible|view size|equal size|broadcast",
         "tensor shapes in the model do not fit",
         weight=0.82,

@@ -12,7 +12,7 @@ FRAMES = 400
 """Kept of one stack."""
 
 _FRAME = re.compile(r'\s*File "([^"\n]{1,500})", line (\d{1,9})(?:, in (\S+))?')
-_SHORT = re.compile(r"([\w./-]+\.py)(?::|, line | line |\", line )(\d{1,9})\b")
+_SHORT = re.compile(r"([\w./-]{1,200}\.py)(?::|, line | line |\", line )(\d{1,9})\b")
 _HEAD = re.compile(r"\s*(?:Original )?Traceback \(most recent call last\)|\s*Thread 0x\w+|\s*Current thread 0x")
 _END = re.compile(r"[A-Za-z_][\w.]*(?::(?: |$)|$)|[A-Za-z_][\w.]*(?:Error|Exception)\b")
 _LIBRARY = re.compile(
@@ -40,7 +40,7 @@ def mentioned(text: str) -> Frame | None:
     if found := _FRAME.match(text):
         frame = Frame(found[1], int(found[2]), found[3] or "")
         return None if _LIBRARY.search(frame.file) else frame
-    for name, line in _SHORT.findall(text):
+    for name, line in _SHORT.findall(text) if ".py" in text else ():
         if not _LIBRARY.search(name):
             return Frame(name, int(line), "")
     return None
