@@ -13,6 +13,7 @@ import keepstep
 from keepstep.agent import config as agent_config
 from keepstep.controlplane import config as controller_config
 from keepstep.model import actions, env, exits, facts, records, settings, topology, wire
+from keepstep.trainer import guard
 
 SOURCE = Path(keepstep.__file__).parent
 NOTE = "<!-- Written by docs/generate.py from the code. Change the code and run it again. -->\n\n"
@@ -122,6 +123,7 @@ def setting_tables() -> str:
     for struct in (
         settings.Policy,
         settings.CheckpointPolicy,
+        guard.Guard,
         topology.JobSpec,
         topology.Layout,
         agent_config.AgentConfig,

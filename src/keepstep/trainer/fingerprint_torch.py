@@ -161,8 +161,8 @@ class Compared(NamedTuple):
 def compare(lives: Sequence[Live], hasher: Hasher) -> Compared:
     """Compare this rank's pieces with its replicas'. Collective: 16 bytes per rank while all is well."""
     prints = hasher.each([one.tensor for one in lives])
-    rows = gather([holds(lives), together(prints)])
-    said = vote([(row[0], row[1]) for row in rows])
+    rows = gather([holds(lives) if lives else None, together(prints)])
+    said = vote([(~rank if held is None else held, value) for rank, (held, value) in enumerate(rows)])
     if said.agreed:
         return Compared(said)
     every: list[list[int]] = gather(prints)
