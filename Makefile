@@ -7,7 +7,7 @@ SEED   ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint bench soak docs clean
+.PHONY: help setup demo test check lint bench soak fuzz docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -58,6 +58,9 @@ bench: $(VENV)/.dev ## the numbers in the README, as JSON lines
 
 soak: $(VENV)/.dev ## random faults and pauses for MINUTES=10
 	$(BIN)/python tests/soak/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --json
+
+fuzz: $(VENV)/.dev ## broken logs for `keepstep explain` for MINUTES=10
+	$(BIN)/python tests/fuzz/explain.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 clean: ## remove what was built here (the virtual environment too)
 	rm -rf $(VENV) docs/_build build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
