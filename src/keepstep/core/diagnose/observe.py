@@ -150,6 +150,7 @@ class Log:
             self._chained.add(line.stream)
         if _PROGRESS.search(line.text) and not _NOT_A_NUMBER.search(line.text):
             self.progress = [*self.progress[-3:], line.number]
+            matched = [(rule, fields) for rule, fields in matched if rule.role not in ("symptom", "cascade")]
         for rule, fields in matched:
             self._note(line, rule, fields, frame, bool(frames) and line.stream in self._chained)
         if found := _WORK.search(line.text):

@@ -149,7 +149,7 @@ DATA: tuple[Rule, ...] = (
     ),
     passing(
         "slow_data",
-        r"data ?loader.{0,40}(?:slow|stall|starv|bottleneck)|(?:waiting|blocked) (?:for|on) (?:next )?(?:batch|data)|data (?:stall|wait|starvation)|prefetch queue empty",
+        r"data ?loader.{0,40}(?:slow|stall|starv|bottleneck)|(?:waiting|waited|blocked|wait) (?:for|on) (?:the )?(?:next )?(?:batch|data)\b.{0,30}\b\d{2,}(?:\.\d+)? ?s\b|data (?:stall|starvation)|prefetch queue empty",
         "loader|waiting|blocked|data|prefetch queue",
         "the ranks wait for data",
         role="symptom",

@@ -105,7 +105,7 @@ SCHEDULER: tuple[Rule, ...] = (
     ),
     user(
         "pod_evicted",
-        r"\bEvicted\b|The node was low on resource: (?P<thing>\S+)|exceeded its local ephemeral|Pod ephemeral local storage usage exceeds|evict(?:ed|ing) pod",
+        r"(?-i:\bEvicted\b)|The node was low on resource: (?P<thing>\S+)|exceeded its local ephemeral|Pod ephemeral local storage usage exceeds|evict(?:ed|ing) pod",
         "evict|low on resource|ephemeral",
         "Kubernetes evicted the pod for using too much of a resource",
         weight=0.76,
