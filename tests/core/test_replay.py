@@ -95,6 +95,15 @@ def test_too_large_groups_are_made_smaller_and_that_is_said() -> None:
     assert made.rejected[0].startswith("groups of 12: 12 machines of one group")
 
 
+@pytest.mark.parametrize(("count", "unit"), [(7, 3), (11, 4), (24, 9), (39, 10)])
+def test_machine_that_sat_out_is_not_forgotten(count: int, unit: int) -> None:
+    """Large replicas leave some machines idle in the only phase that is known: if nothing failed, it is one of them."""
+    (phase,) = plan(fleet(count), size=unit, unit=unit).phases
+    told = read([phase], [[]])
+    assert told.suspects == phase.idle
+    assert len(phase.idle) == count % unit
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(3, 40), st.data())
 def test_large_replicas_take_the_stated_number_of_rounds(unit: int, data: st.DataObject) -> None:

@@ -121,7 +121,7 @@ def read(phases: Sequence[Phase], failed: Sequence[Collection[int]]) -> Reading:
     A phase in which nothing failed points at the machines that sat it out.
     """
     assert len(phases) == len(failed), "outcomes for each phase that was run"
-    if not any(failed):
+    if not any(failed) and not set(phases[0].idle).intersection(*(phase.idle for phase in phases)):
         return Reading(suspects=(), clash=False, reason="no group failed: the fault did not show, or no machine has it")
     left: set[NodeId] | None = None
     lines: list[str] = []
