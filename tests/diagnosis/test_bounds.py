@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from benchmarks.diagnosis import CATEGORY_ACCURACY, CULPRIT_ACCURACY, Judged, judge, scores
 from benchmarks.diagnosis_cases import HELD_OUT, cases, wrong_eviction
 
