@@ -424,6 +424,20 @@ def _unnamed(log: Log, cascade: dict[str, int], finished: bool) -> Diagnosis:
         progress = any(_PROGRESS.search(line.text) for line in log.tail)
         if finished or benign or progress:
             return _nothing(log, cascade, "no line tells of a failure", 0.8 if finished else 0.6)
+    again = log.has("restarted") or log.has("pulling_image")
+    if failed and again and (log.went_on or log.has("recovered")):
+        lines = [found[0] for id, found in log.findings.items() if _role(log, id) == "cascade"]
+        return Diagnosis(
+            category="transient",
+            root_cause="start_up_delay: an attempt failed, the next one came up on its own",
+            summary="A passing fault: an attempt failed, the next one came up on its own.",
+            transient=True,
+            action="restart_in_place",
+            advice=advice("restart_in_place", "", Culprit()),
+            confidence=0.55,
+            evidence=tuple(evidence_of(one) for one in lines[:EVIDENCE_LINES]),
+            cascade=cascade,
+        )
     absent = _absent(log)
     consequences = [found[0] for id, found in log.findings.items() if _role(log, id) == "cascade"]
     peers = Counter(one.fields["peer"] for one in log.findings.get("peer_lost", ()) if one.fields.get("peer"))

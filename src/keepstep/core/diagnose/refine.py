@@ -52,7 +52,12 @@ def refine(cause: Cause, log: Log) -> Cause:
     family = next((one.rule.family for one in cause.findings if one.rule.family), "")
     think = _FAMILIES.get(family)
     thought = think(cause, log) if think else cause
-    if thought.category == "user_code" and family in _START_UP and log.has("restarted") and log.has("recovered"):
+    if (
+        thought.category == "user_code"
+        and family in _START_UP
+        and log.has("recovered")
+        and ((log.has("restarted") and family != "credentials") or "certificate" in thought.findings[0].text.lower())
+    ):
         return _passing(thought, thought.id, "retry_with_backoff", thought.weight, "the next attempt came up")
     return thought if family in _SLOW_OR_NUMERIC or not log.went_on else _survived(thought, log)
 
@@ -341,6 +346,8 @@ def _remote(cause: Cause, log: Log) -> Cause:
 
 
 def _unreachable(cause: Cause, log: Log) -> Cause:
+    if log.has("only_here"):
+        return _machine(cause, cause.weight + 0.1, "only one machine is affected")
     return replace(cause, action="investigate", transient=None)
 
 
@@ -383,8 +390,9 @@ def _long_work(cause: Cause, log: Log) -> Cause:
 
 
 def _evicted(cause: Cause, log: Log) -> Cause:
-    thing = cause.findings[0].fields.get("thing", "")
-    if "ephemeral" in thing or "storage" in thing or "disk" in thing.lower():
+    if any(
+        re.search(r"low on resource: ?\S*(?:ephemeral|storage|disk)", one.text, re.IGNORECASE) for one in cause.findings
+    ):
         return replace(cause, id="storage_full", category="infrastructure", action="free_storage_then_resume")
     return cause
 

@@ -69,7 +69,7 @@ CONTEXT: tuple[Rule, ...] = (
     ),
     _tag(
         "restarted",
-        r"will restart worker group|(?:attempt|try|restart) ?#?[2-9]\b(?! of| ?/)|restarting (?:the )?(?:worker|job|all)|Rendezvous complete|relaunch|next attempt",
+        r"will restart worker group|(?:attempt|try|restart) ?#?[2-9]\b(?! of| ?/)|restarting (?:the )?(?:worker|job|all)|Rendezvous complete|relaunch|(?:next|second|third) attempt",
         "restart|attempt|try|rendezvous complete|relaunch|attempt",
         "the job was started again",
         "api: [default] Worker group FAILED. 3/3 attempts left; will restart worker group",
@@ -97,15 +97,15 @@ CONTEXT: tuple[Rule, ...] = (
     ),
     _tag(
         "pulling_image",
-        r"Pulling image|Successfully pulled image|still pulling",
+        r"pulling (?:the |an )?image|Successfully pulled image|still pulling",
         "pulling|pulled",
         "a container image was fetched",
         "1m   Normal   Pulled    pod/job-3   Successfully pulled image",
     ),
     _tag(
         "recovered",
-        r"\b(?:saved|upload\w*|writes?|retr(?:y|ies)|init|connect\w*|download\w*|resum\w*|mount|server \S+|attempt \d+|next (?:steps?|save|try))\b.{0,40}\b(?:OK|ok|succeed(?:ed|s)?|success\w*|normal|fine|completed|passed)\b|succeeded (?:on|after) (?:retry|attempt)|back to normal|came back|came up|recovered|\bgone\b.{0,30}OK|step time \d|loss (?:back|returned)|later .{0,20}OK|reconnected|counters clean|went away|continues? (?:normally|training)|then (?:ok|fine|normal)",
-        "ok|succe|normal|fine|completed|passed|came back|came up|recovered|gone|step time|back|returned|reconnected|clean|went away|continue",
+        r"\b(?:saved|upload\w*|writes?|retr(?:y|ies)|init|connect\w*|download\w*|resum\w*|mount|server \S+|attempt \d+|next (?:steps?|save|try))\b.{0,40}\b(?:OK|ok|succeed(?:ed|s)?|success\w*|normal|fine|completed|passed)\b|succeeded (?:on|after) (?:retry|attempt)|back to normal|came back|came up|recovered|\bgone\b.{0,30}OK|step time \d|loss (?:back|returned)|later .{0,20}OK|reconnected|counters clean|went away|continues? (?:normally|training)|then (?:ok|fine|normal)|started (?:normally|up)|came in|later attempt",
+        "ok|succe|normal|fine|completed|passed|came back|came up|recovered|gone|step time|back|returned|reconnected|clean|went away|continue|started|came in|later attempt",
         "it went on afterwards",
         "retry 1 after 15 s: saved OK ; nas event log: controller failover 03:12:40-03:12:58",
         "10 s later: pid 3310 gone, CUDA init OK",

@@ -60,8 +60,8 @@ DATA: tuple[Rule, ...] = (
     ),
     data(
         "token_id_out_of_range",
-        r"(?:token|label|index|id)s? ?(?:id)?s? .{0,30}(?:>=|exceeds?|out of (?:range|vocab|bounds)|larger than|above).{0,40}(?:vocab|embedding|num_classes|rows|\d)|max (?:token )?id \d+|(?:tokenized|tokenised|tokenizer|cache)\b.{0,60}(?:was made with|different|another|wrong|mismatch|other) |vocab(?:ulary)?[_ ]size.{0,40}(?:mismatch|exceed|smaller|!=)|labels?\S*:? \d+\.\.\d+|label.{0,30}(?:out of range|negative|invalid|mismatch)",
-        "token|cache|label|index|max id|vocab|ids",
+        r"(?:token|label|index|id)s? ?(?:id)?s? .{0,30}(?:>=|exceeds?|out of (?:range|vocab|bounds)|larger than|above).{0,40}(?:vocab|embedding|num_classes|rows|\d)|max (?:token )?id \d+|(?:token )?ids? up to \d+|(?:tokenized|tokenised|tokenizer|cache)\b.{0,60}(?:was made with|different|another|wrong|mismatch|other) |vocab(?:ulary)?[_ ]size.{0,40}(?:mismatch|exceed|smaller|!=)|labels?\S*:? \d+\.\.\d+|label.{0,30}(?:out of range|negative|invalid|mismatch)",
+        "token|cache|label|index|max id|up to|vocab|ids",
         "ids in the data exceed the model's vocabulary",
         weight=0.84,
         family="data_value",
@@ -72,8 +72,8 @@ DATA: tuple[Rule, ...] = (
     ),
     data(
         "bad_sample",
-        r"(?:sample|record|document|doc|batch|shard|rows?|example|image|utterance|sequence)\b.{0,80}(?:all zero|all -100|all masked|empty|zero[- ](?:length|tokens)|nan in|contains? (?:nan|inf)|inf values|bad|malformed|duplicate|poisoned|outlier|degenerate|repeated \d+|garbage|constant|blank|hex dump|base64)|non-?empty TensorList|num_samples should be a positive|\b0 of \d+ (?:lines|samples|rows|records)|without (?:them|it|that|this|the)\b:? ?(?:step|sample|batch|shard|file)|\b(?:inf|nan) in \d+ of|(?:label|loss|attention)[_ ]mask (?:is )?(?:all zero|empty)|(?:NaN|Inf|nan|inf)s? (?:in|found in) (?:the )?(?:input|batch|data|feature|label)s?\b|mean over 0 tokens|empty (?:batch|sequence|label)|skipping (?:that|this|the) (?:sample|batch|shard|document)",
-        "sample|record|document|doc|batch|shard|rows?|example|image|utterance|sequence|mask|nan|inf|mean over|non-empty|nonempty|num_samples| of  lines|lines|rows|empty|skipping",
+        r"(?:sample|record|document|doc|batch|shard|rows?|example|image|utterance|sequence)\b.{0,80}(?:all zero|all -100|all masked|empty|zero[- ](?:length|tokens)|nan in|contains? (?:nan|inf)|inf values|bad|malformed|duplicate|poisoned|outlier|degenerate|repeated (?:\d+|character|token|word|line)|garbage|constant|blank|hex dump|base64)|non-?empty TensorList|num_samples should be a positive|\b0 of \d+ (?:lines|samples|rows|records)|\bloss without (?:it|them|that)\b|without (?:them|it|that|this|the)\b:? ?(?:step|sample|batch|shard|file)|\b(?:inf|nan) in \d+ of|(?:label|loss|attention)[_ ]mask (?:is )?(?:all zero|empty)|(?:NaN|Inf|nan|inf)s? (?:in|found in) (?:the )?(?:input|batch|data|feature|label)s?\b|mean over 0 tokens|empty (?:batch|sequence|label)|skipping (?:that|this|the) (?:sample|batch|shard|document)",
+        "sample|record|document|doc|batch|shard|rows?|example|image|utterance|sequence|mask|nan|inf|mean over|loss without|without|non-empty|nonempty|num_samples| of  lines|lines|rows|empty|skipping",
         "one sample of the data is degenerate",
         weight=0.8,
         family="data_value",

@@ -177,7 +177,7 @@ GPU: tuple[Rule, ...] = (
     ),
     user(
         "index_out_of_range",
-        r"\.(?:cu|cuh|hip):\d+: .*Assertion.*(?:Index|index|srcSelectDimSize|t >= 0 && t < n_classes|target|cur_target|sizes?\[)|nll_loss\S* .*Assertion|IndexError: Target -?\d+ is out of bounds|index out of range in self",
+        r"\.(?:cu|cuh|hip):\d+: .*Assertion.*(?:Index|index|srcSelectDimSize|t >= 0 && t < n_classes|target|cur_target|sizes?\[)|nll_loss\S* .*Assertion|\btarget -?\d+ is out of bounds|index out of range in self",
         "assertion|out of bounds|index out of range",
         "an index is outside its table",
         weight=0.76,
@@ -201,7 +201,7 @@ GPU: tuple[Rule, ...] = (
     ),
     user(
         "cuda_oom",
-        r"(?:CUDA|HIP|XPU|NPU|MPS)\W? ?(?:error: )?out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED|RESOURCE_EXHAUSTED: (?:Out of memory|Failed to allocate|Error allocating)|cudaErrorMemoryAllocation|(?:hbm|device) out of memory|CUDA_ERROR_OUT_OF_MEMORY",
+        r"(?:CUDA|HIP|XPU|NPU|MPS)\W? ?(?:error: )?out of memory|OutOfMemoryError|Cuda failure \d* ?'out of memory'|CUBLAS_STATUS_ALLOC_FAILED|RESOURCE_EXHAUSTED: (?:Out of memory|Failed to allocate|Error allocating)|cudaErrorMemoryAllocation|(?:hbm|device) out of memory|CUDA_ERROR_OUT_OF_MEMORY",
         "out of memory|outofmemoryerror|alloc_failed|resource_exhausted|errormemoryallocation|out_of_memory",
         "the job needs more GPU memory than there is",
         weight=0.72,
@@ -346,6 +346,18 @@ GPU: tuple[Rule, ...] = (
         samples="rank 467 kernel time p50 +31 % vs peers ; rank 467 is last to join every reduce_scatter",
     ),
     infra(
+        "gpu_hang",
+        r"(?:cuda|hip)\w*Synchronize.{0,120}(?:no kernel progress|state D\b|D state|cannot be (?:reaped|killed))|(?:no kernel progress|cannot be (?:reaped|killed)).{0,80}(?:gpu|cuda|D state)|GPU \d+ (?:hang|hung|is stuck)",
+        "synchronize|no kernel progress|cannot be|hang|hung|stuck",
+        "a GPU works on something that never ends",
+        role="symptom",
+        action="isolate_and_verify",
+        transient=None,
+        weight=0.62,
+        source="py-spy, process states",
+        samples="py-spy rank 44 (node-005): synchronize -> cudaStreamSynchronize [libcuda.so: ioctl, state D]",
+    ),
+    infra(
         "gpu_diag_failed",
         r"(?:p2pBandwidthLatencyTest|bandwidthTest|dcgmi? diag|dcgm (?:level|diag)|nvvs|gpu[_-]burn|gemm|burn-in|hbm test|memtest|nccl-tests?|all_reduce_perf).{0,60}\b(?:FAIL(?:ED|URE)?|errors? found|faulty|hang|hung)\b",
         "fail|hang|hung|errors found|error found|faulty",
@@ -356,8 +368,8 @@ GPU: tuple[Rule, ...] = (
     ),
     infra(
         "pcie_link_degraded",
-        r"(?:LnkSta|pcie link|link width|pcie).{0,60}(?:downgraded|degraded|width x[1248]\b|\bx16 -> x\d|gen ?[45] -> gen ?[123]|running at (?:gen ?[123]|x[1248])\b)",
-        "downgraded|degraded|width|gen|running at",
+        r"(?:LnkSta|pcie link|link width|pcie|mlx5_\d+|nic|hca).{0,60}(?:downgraded|degraded|width x[1248]\b|\bx16 -> x\d|gen ?[45] -> gen ?[123]|x[48] instead of x16|running at (?:gen ?[123]|x[1248])\b)",
+        "downgraded|degraded|width|gen|running at|instead of",
         "the PCIe link of a device runs narrower or slower than it should",
         weight=0.75,
         family="scope_one",

@@ -170,7 +170,7 @@ STORAGE: tuple[Rule, ...] = (
         "truncated_checkpoint",
         r"PytorchStreamReader failed|failed finding central directory|invalid header or archive is corrupted|HeaderTooLarge|InvalidHeaderDeserialization|MetadataIncompleteBuffer|SafetensorError|unexpected EOF, expected \d+ more bytes|pickle data was truncated|invalid load key|_pickle\.UnpicklingError|EOFError: Ran out of input|(?:"
         + _CKPT
-        + r").{0,120}(?:truncated|corrupt\w*|checksum|incomplete|mismatched? (?:size|hash)|damaged|crc|hash mismatch)|(?:corrupt\w*|truncated|incomplete|checksum|crc|hash mismatch).{0,80}"
+        + r").{0,120}(?:truncated|corrupt\w*|checksum|incomplete|mismatched? (?:size|hash)|damaged|crc|(?:hash|sha\d+|md5|digest) mismatch)|(?:corrupt\w*|truncated|incomplete|checksum|crc|(?:hash|sha\d+|md5|digest) mismatch).{0,80}"
         + _CKPT
         + r"|ran out of bytes|unexpected pos \d+ vs \d+",
         "pytorchstreamreader|central directory|archive is corrupted|headertoolarge|invalidheader|metadataincomplete|safetensorerror|unexpected eof|truncated|invalid load key|unpicklingerror|ran out of|corrupt|checksum|incomplete|mismatch|damaged|crc|unexpected pos",
@@ -203,8 +203,8 @@ STORAGE: tuple[Rule, ...] = (
     ),
     user(
         "resume_config_change",
-        r"Error\(s\) in loading state_dict|size mismatch for |Missing key\(s\) in state_dict|Unexpected key\(s\) in state_dict|(?:tensor|pipeline|model|expert|data)[-_ ]parallel.{0,60}(?:does not match|mismatch|differs|changed)|checkpoint.{0,60}(?:world size|different (?:config|parallel|model)|was saved with|incompatible)|loaded state dict (?:contains|has) |world size.{0,40}(?:does not match|differs)",
-        "loading state_dict|size mismatch for|in state_dict|parallel|checkpoint|loaded state dict|world size",
+        r"Error\(s\) in loading state_dict|size mismatch for |Missing key in checkpoint state_dict|Missing key\(s\) in state_dict|Unexpected key\(s\) in state_dict|(?:tensor|pipeline|model|expert|data)[-_ ]parallel.{0,60}(?:does not match|mismatch|differs|changed)|checkpoint.{0,60}(?:world size|different (?:config|parallel|model)|was saved with|incompatible)|loaded state dict (?:contains|has) |world size.{0,40}(?:does not match|differs)",
+        "loading state_dict|size mismatch for|in state_dict|checkpoint state_dict|parallel|checkpoint|loaded state dict|world size",
         "the checkpoint does not fit the model or its parallel layout",
         weight=0.86,
         source="acids-ircam/RAVE#196",
