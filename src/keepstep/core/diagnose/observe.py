@@ -24,7 +24,7 @@ TEXT_KEPT = 400
 """Characters of an evidence line."""
 RECORD_KEPT = 4_000
 """Characters of a line that are looked at."""
-BORED_AFTER = 1_000
+BORED_AFTER = 200
 """Lines of one shape without any finding, after which the shape is passed over."""
 TIMEOUTS_KEPT = 200_000
 _HARD_BENIGN = frozenset(
@@ -155,7 +155,7 @@ class Log:
             self._note(line, rule, fields, frame, bool(frames) and line.stream in self._chained)
         if found := _WORK.search(line.text):
             self._work(line, found)
-        return bool(matched) or bool(frames)
+        return bool(frames) or any(rule.role not in ("benign", "context") for rule, _ in matched)
 
     def _note(self, line: Line, rule: Rule, fields: dict[str, str], frame: Frame | None, chained: bool) -> None:
         finding = _finding(line, rule, fields, frame)

@@ -312,6 +312,17 @@ def _data_file(cause: Cause, log: Log) -> Cause:
 def _python(cause: Cause, log: Log) -> Cause:
     first = cause.findings[0]
     name = first.fields.get("thing", "Error").rpartition(".")[2]
+    file = where.data_file(first.text)
+    if file and not file.endswith((".json", ".txt")):
+        return replace(
+            cause,
+            id="bad_data_file",
+            category="data",
+            action="rollback_checkpoint_and_skip_data",
+            says=f"reading the data raised {name}",
+            weight=cause.weight + 0.2,
+            why="the exception names a file of the data",
+        )
     place = f" at {first.frame.file}:{first.frame.line}" if first.frame else ""
     weight = cause.weight + (0.18 if first.frame else 0.0)
     if log.first_stop is not None and first.number > log.first_stop:
