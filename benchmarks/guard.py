@@ -33,7 +33,7 @@ from keepstep.model import env
 WORKER = Path(__file__).with_name("guard_worker_torch.py")
 LIMIT_S = 240.0
 STEPS = 32
-TRIAL = {"mode": "on", "every": 2, "window": 16, "compare_every": 8, "keep_every": 8}
+TRIAL = {"mode": "on", "norms": 1, "every": 2, "window": 16, "compare_every": 8, "keep_every": 8}
 KINDS = ("weight", "moment", "gradient")
 TOLD = re.compile(r"keepstep: guard: step (\d+)(?:, rank ([\d, ]+?))?(?:, [^:]*)?: (replicas|nonfinite|spike): ")
 FIRST = 8

@@ -32,9 +32,11 @@ MIN_SPIKE = 4.0
 """Normal noise leaves the median by 4 deviations once in 32,000 steps; a lower limit would fire on good runs."""
 MAX_SPIKE = 1e6
 """Deviations; beyond it nothing that a float can show is a spike before it is infinite."""
-LOSS_FLOOR, NORM_FLOOR = 0.01, 0.25
+LOSS_FLOOR, NORM_FLOOR = 0.01, 0.5
 """A deviation counts as this share of the median at least: a window of equal values must not make noise a spike.
 Gradient norms wander more than losses; real spikes are of another size (BLOOM-176B: 0.24 to 960 in two steps)."""
+RECOUNT = 8
+"""Values that are judged by the same median before it is taken anew: sorting costs more than measuring."""
 _SIGMA = 1.4826
 """Median absolute deviation to standard deviation, for normal noise."""
 
@@ -48,7 +50,7 @@ class Guard(Struct, frozen=True, kw_only=True):
         every: steps between two looks at losses and gradient norms. A look tells of each step since the last one.
         window: steps of the recent past that a loss or norm is compared with.
         spike: deviations (robust ones, by median and MAD) above the median from which a value counts as a spike.
-        norms: take the norm of the gradients in each step.
+        norms: steps between two norms of the gradients; 0 for none. While steps are done again each one is measured.
         compare_every: steps between two comparisons of the replicas, bit for bit; 0 for none.
         keep_every: steps between two copies of the state in this process's memory, to which ``on`` rolls back; a
             multiple of ``compare_every`` where there is one, else of ``every``. 0: no copies, no way back.
@@ -61,10 +63,10 @@ class Guard(Struct, frozen=True, kw_only=True):
     """
 
     mode: Mode | None = None
-    every: int = 10
+    every: int = 16
     window: int = 128
     spike: float = 6.0
-    norms: bool = True
+    norms: int = 8
     compare_every: int = 100
     keep_every: int = 500
     nonfinite: Action = "rollback"
@@ -100,7 +102,14 @@ def _check(g: Guard) -> None:
     for name in ("nonfinite", "spikes", "replicas"):
         if getattr(g, name) not in ("tell", "rollback", "stop"):
             refuse(name, "is none of tell, rollback, stop", f"for example {name}='tell'")
-    for name, least in (("every", 1), ("window", 1), ("compare_every", 0), ("keep_every", 0), ("max_rollbacks", 0)):
+    for name, least in (
+        ("every", 1),
+        ("window", 1),
+        ("norms", 0),
+        ("compare_every", 0),
+        ("keep_every", 0),
+        ("max_rollbacks", 0),
+    ):
         value = getattr(g, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             refuse(name, f"must be a whole number of {least} or more", f"for example {name}={max(least, 1)}")
@@ -157,12 +166,17 @@ class Window:
     def __init__(self, size: int, spike: float, floor: float) -> None:
         self._spike, self._floor = spike, floor
         self._held: deque[tuple[int, float]] = deque(maxlen=size)
+        self._known: tuple[float, float] | None = None
+        self._age = 0
         self._least = max(MIN_WINDOW, size // 2)
 
     def judge(self, step: int, value: float) -> tuple[float, float] | None:
         """Median and limit where ``value`` is above the limit. Takes it into the window in any case: the median does
         not follow single values, and must follow a level that has come to stay."""
-        found = self.limit()
+        if self._known is None or self._age >= RECOUNT:
+            self._known, self._age = self.limit(), 0
+        found = self._known
+        self._age += 1
         self._held.append((step, value))
         return found if found is not None and value > found[1] else None
 
@@ -178,6 +192,7 @@ class Window:
     def forget_from(self, step: int) -> None:
         """Steps from here on are taken back."""
         self._held = deque((pair for pair in self._held if pair[0] < step), maxlen=self._held.maxlen)
+        self._known = None
 
 
 class Windows:
@@ -282,11 +297,12 @@ class History:
         self._odd: Counter[int] = Counter()
         self.rollbacks = 0
 
-    def decide(self, trouble: Trouble, *, kept: int | None) -> Order:
+    def decide(self, trouble: Trouble, *, kept: int | None, again: bool = False) -> Order:
         """An order for this trouble.
 
         Args:
             kept: the step of the state that all ranks can go back to; ``None`` for none.
+            again: it is the one for which steps are being done again, seen at its own step now.
         """
         g = self._settings
         wanted: Action = {"nonfinite": g.nonfinite, "spike": g.spikes, "replicas": g.replicas}[trouble.kind]
@@ -298,13 +314,13 @@ class History:
             return Order("stop", "there is no common state to go back to")
         if self.rollbacks >= g.max_rollbacks:
             return Order("stop", f"it has been rolled back {self.rollbacks} times already (max_rollbacks)")
-        before = self._seen[trouble.kind, trouble.step]
+        before = again or self._seen[trouble.kind, trouble.step] > 0
         self._seen[trouble.kind, trouble.step] += 1
         if trouble.kind == "replicas":
-            again = [rank for rank in trouble.ranks if self._odd[rank]]
+            named = [rank for rank in trouble.ranks if self._odd[rank]]
             self._odd.update(trouble.ranks)
-            if again:
-                return Order("stop", f"rank {again[0]} has been named before: its hardware is suspect")
+            if named:
+                return Order("stop", f"rank {named[0]} has been named before: its hardware is suspect")
         self.rollbacks += 1
         if trouble.kind != "replicas" and before:
             return Order("rollback", "the same inputs gave it twice: data or software; that update is left out", True)

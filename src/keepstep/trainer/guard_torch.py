@@ -100,7 +100,8 @@ class Guardian:
         if (epoch := self._epoch_now()) != self._epoch:
             self._start_anew(epoch)
         self._step = step
-        self._readings.begin(step)
+        norms = self._settings.norms
+        self._readings.begin(step, norms=norms > 0 and (self._awaited is not None or step % norms == 0))
         self._trace.begin()
         self._batches.append((step, {name: item.position for name, item in self._data.items()}))
 
@@ -136,7 +137,7 @@ class Guardian:
         """Everything is built and bound; once per process."""
         names = {id(parameter): name[2:] for name, parameter in self._state.bound()}
         self._names: Mapping[int, str] = names
-        self._readings = Readings(names, norms=self._settings.norms)
+        self._readings = Readings(names)
         self._trace = Trace([(name[2:], parameter) for name, parameter in self._state.bound()])
         others = self._state.others
         self._data = {k: item for k, item in others.items() if hasattr(item, "indices") and hasattr(item, "position")}
@@ -145,6 +146,7 @@ class Guardian:
         self._keeps = self._acts and g.keep_every > 0 and "rollback" in (g.nonfinite, g.spikes, g.replicas)
         for optimizer in self._state.optimizers.values():
             optimizer.register_step_pre_hook(self._before_update)
+        self._replicated = self._state.replicated  # asking walks all modules
         self._ready = True
 
     def _start_anew(self, epoch: int) -> None:
@@ -189,7 +191,7 @@ class Guardian:
 
     def _judge(self, own: list[Own]) -> None:
         kinds: set[str] = set()
-        for mine, reading in zip(own, over_all_ranks(own, replicated=self._state.replicated), strict=True):
+        for mine, reading in zip(own, over_all_ranks(own, replicated=self._replicated), strict=True):
             if reading.step in self._skips:
                 continue
             trouble = self._windows.judge(reading)
@@ -213,7 +215,7 @@ class Guardian:
         rows = gather([bad_loss, traced, mine.bad[-1] if mine.bad else "", self._samples(trouble.step)])
         own_gradient = [rank for rank, (_, first, _, _) in enumerate(rows) if first]
         losses = [rank for rank, (bad, _, _, _) in enumerate(rows) if bad]
-        shards = [] if self._state.replicated else [rank for rank, (_, _, last, _) in enumerate(rows) if last]
+        shards = [] if self._replicated else [rank for rank, (_, _, last, _) in enumerate(rows) if last]
         ranks = own_gradient or losses or shards
         tensor = rows[ranks[0]][1] if own_gradient else next((last for _, _, last, _ in rows if last), "")
         if len(ranks) == len(rows) > 1:
@@ -257,7 +259,7 @@ class Guardian:
 
     def _compared(self) -> list[Live]:
         """What may have replicas: pieces of distributed tensors, and everything where ranks hold the same."""
-        return [one for one in self._state.shards() if self._state.replicated or one.mates is not None]
+        return [one for one in self._state.shards() if self._replicated or one.mates is not None]
 
     # ---------------------------------------------------------------- going back
 
@@ -272,7 +274,9 @@ class Guardian:
             self._tell("kept", done - 1, f"a copy of the state is kept in memory to go back to ({size})")
 
     def _meet(self, trouble: Trouble) -> None:
-        order = self._history.decide(trouble, kept=self._kept.step)
+        awaited = self._awaited
+        again = awaited is not None and awaited.kind == trouble.kind != "replicas" and trouble.step <= awaited.step
+        order = self._history.decide(trouble, kept=self._kept.step, again=again)
         since = self._agreed if trouble.kind == "replicas" else None
         why = f"{trouble.why}; {order.why}"
         self._tell(trouble.kind, trouble.step, why, ranks=trouble.ranks, tensor=trouble.tensor, since=since)

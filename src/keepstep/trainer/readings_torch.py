@@ -19,7 +19,6 @@ from keepstep.trainer.guard import Reading
 
 LOW = (torch.float16, torch.bfloat16)
 """Kinds whose norms are taken in 32 bits: their own range ends at 65,504, or their digits do not suffice."""
-_FIELDS = 6
 
 
 class Own(NamedTuple):
@@ -46,16 +45,16 @@ class Readings:
 
     Args:
         names: of parameters, by ``id``.
-        norms: whether gradient norms are taken.
     """
 
-    def __init__(self, names: Mapping[int, str], *, norms: bool) -> None:
-        self._names, self._norms = names, norms
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names, self._norms = names, True
         self._now: _Taken | None = None
         self._taken: list[_Taken] = []
 
-    def begin(self, step: int) -> None:
-        self._now = _Taken(step)
+    def begin(self, step: int, *, norms: bool = True) -> None:
+        """A step begins, in which gradient norms are taken or not."""
+        self._now, self._norms = _Taken(step), norms
 
     def before_update(self, optimizer: Optimizer) -> None:
         """The gradients are what this optimizer will use. Scaled ones are left to their scaler, which has looked."""
@@ -113,13 +112,13 @@ def _tensor(loss: Tensor | float | None) -> list[Tensor]:
 
 
 def _to_host(scalars: Sequence[Tensor]) -> Callable[[], list[float]]:
-    """Begin one copy per device; the result waits for it, if it must, and gives the values in their order."""
-    places: dict[torch.device, list[int]] = {}
+    """Begin one copy per device and kind; the result waits for it, if it must, and gives the values in their order."""
+    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, value in enumerate(scalars):
-        places.setdefault(value.device, []).append(index)
+        places.setdefault((value.device, value.dtype), []).append(index)
     copies = []
-    for device, indices in places.items():
-        whole = torch.stack([scalars[index].to(torch.float64) for index in indices])
+    for (device, _), indices in places.items():
+        whole = torch.stack([scalars[index] for index in indices]).to(torch.float64)
         if device.type == "cuda":
             host = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
             host.copy_(whole, non_blocking=True)
@@ -159,13 +158,16 @@ def _finite(value: float) -> bool:
     return value - value == 0.0
 
 
+def _split(value: float | None) -> tuple[float, float, float]:
+    """A value that can be added up, how many there are, and how many that are no numbers."""
+    if value is None:
+        return 0.0, 0.0, 0.0
+    return (value, 1.0, 0.0) if _finite(value) else (0.0, 0.0, 1.0)
+
+
 def over_all_ranks(own: Sequence[Own], *, replicated: bool) -> list[Reading]:
     """The same steps over all ranks. Collective: 48 bytes per step, however many ranks there are."""
-    rows = torch.zeros(len(own), _FIELDS, dtype=torch.float64)
-    for row, one in zip(rows, own, strict=True):
-        for at, value in ((0, one.loss), (3, one.square)):
-            if value is not None:
-                row[at : at + 3] = torch.tensor([value, 1.0, 0.0] if _finite(value) else [0.0, 0.0, 1.0])
+    rows = torch.tensor([[*_split(one.loss), *_split(one.square)] for one in own], dtype=torch.float64)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(rows)
     return [

@@ -12,7 +12,7 @@ from tests.trainer.guard.world import SCRIPT, Outcome, run
 from tests.trainer.sdk.fake_agent import FakeAgent
 from tests.trainer.sdk.zygote import Zygote
 
-ON = {"mode": "on", "every": 2, "window": 16, "compare_every": 4, "keep_every": 4}
+ON = {"mode": "on", "norms": 1, "every": 2, "window": 16, "compare_every": 4, "keep_every": 4}
 TOTAL = "18"
 
 

@@ -72,7 +72,7 @@ class Run:
         return [(one.what, one.step) for one in self.told if one.what not in (*leave_out, "kept", "alone")]
 
 
-SETTINGS = Guard(mode="on", every=2, window=16, compare_every=4, keep_every=4, max_rollbacks=3)
+SETTINGS = Guard(mode="on", norms=1, every=2, window=16, compare_every=4, keep_every=4, max_rollbacks=3)
 
 
 def plain(**more: Any) -> Guard:
@@ -102,6 +102,21 @@ def test_a_batch_that_always_gives_nan_is_left_out() -> None:
     used = ", ".join(map(str, run.data.indices(10 * run.data.stride)))
     assert f"samples {used} of data" in second.why
     assert (second.ranks, second.tensor) == ((0,), "model/3.bias")
+
+
+def test_norms_between_those_that_are_taken_are_seen_when_steps_are_done_again() -> None:
+    """A gradient is spoilt in a step whose norm nobody takes. The loss of the next one tells; done again, each step is
+    measured, and the update of the right one is left out."""
+    run = Run({}, plain(norms=5))
+    weight = next(run.model.parameters())
+
+    def spoilt(gradient: Tensor) -> Tensor:
+        return gradient * float("inf") if run.order[-1] == 9 else gradient
+
+    weight.register_hook(spoilt)
+    run.train()
+    assert run.said() == [("nonfinite", 10), ("rolled_back", 10), ("nonfinite", 9), ("rolled_back", 9)]
+    assert [one.why for one in run.told if one.what == "rolled_back"][1].endswith("the update of step 9 is left out")
 
 
 def test_an_update_left_out_changes_nothing_at_all() -> None:
@@ -182,7 +197,7 @@ def test_norms_are_those_of_the_whole_gradient() -> None:
     optimizer = torch.optim.SGD(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 2.0)
-    readings = Readings({id(p): name for name, p in model.named_parameters()}, norms=True)
+    readings = Readings({id(p): name for name, p in model.named_parameters()})
     readings.begin(0)
     readings.before_update(optimizer)
     readings.commit(torch.tensor([1.5]))
@@ -204,7 +219,7 @@ def test_scaled_gradients_are_left_to_their_scaler() -> None:
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.found_inf = torch.zeros(1)  # type: ignore[attr-defined]
     model.weight.grad = torch.full_like(model.weight, float("inf"))
-    readings = Readings({}, norms=True)
+    readings = Readings({})
     readings.begin(0)
     readings.before_update(optimizer)
     readings.commit(1.0)
