@@ -424,8 +424,7 @@ def _unnamed(log: Log, cascade: dict[str, int], finished: bool) -> Diagnosis:
         progress = any(_PROGRESS.search(line.text) for line in log.tail)
         if finished or benign or progress:
             return _nothing(log, cascade, "no line tells of a failure", 0.8 if finished else 0.6)
-    again = log.has("restarted") or log.has("pulling_image")
-    if failed and again and (log.went_on or log.has("recovered")):
+    if failed and (log.went_on or log.has("recovered")):
         lines = [found[0] for id, found in log.findings.items() if _role(log, id) == "cascade"]
         return Diagnosis(
             category="transient",

@@ -27,6 +27,8 @@ _SLOW_OR_NUMERIC = frozenset({"nan", "sdc", "scope_one", "ecc", "link", "cable",
 """Faults with which training may well go on."""
 _RUN = re.compile(r"\brun [A-Z]:? ([\w.+-]+)", re.IGNORECASE)
 _OTHERS_MEMORY = re.compile(r"Process \d+ has ([\d.]+) GiB memory in use.*this process has ([\d.]+) GiB", re.IGNORECASE)
+_OF_CONNECTIONS = ("ConnectionError", "TimeoutError", "RemoteDisconnected", "ProtocolError", "TemporaryFailureError")
+"""Ends of the names of exceptions that speak of the network."""
 _VICTIM = re.compile(r"Kill(?:ed)? process \d+ \(([^)]+)\)", re.IGNORECASE)
 _OWN_PROGRAM = re.compile(r"python|pt_|torch|train|ray", re.IGNORECASE)
 
@@ -56,7 +58,10 @@ def refine(cause: Cause, log: Log) -> Cause:
         thought.category == "user_code"
         and family in _START_UP
         and log.has("recovered")
-        and ((log.has("restarted") and family != "credentials") or "certificate" in thought.findings[0].text.lower())
+        and (
+            ((log.has("restarted") or log.has("retried")) and family != "credentials")
+            or "certificate" in thought.findings[0].text.lower()
+        )
     ):
         return _passing(thought, thought.id, "retry_with_backoff", thought.weight, "the next attempt came up")
     return thought if family in _SLOW_OR_NUMERIC or not log.went_on else _survived(thought, log)
@@ -312,6 +317,8 @@ def _data_file(cause: Cause, log: Log) -> Cause:
 def _python(cause: Cause, log: Log) -> Cause:
     first = cause.findings[0]
     name = first.fields.get("thing", "Error").rpartition(".")[2]
+    if name.endswith(_OF_CONNECTIONS):
+        return _passing(cause, "connection_lost", "retry_with_backoff", 0.5, "connections fail and come back")
     file = where.data_file(first.text)
     if file and not file.endswith((".json", ".txt")):
         return replace(

@@ -76,8 +76,8 @@ CONTEXT: tuple[Rule, ...] = (
     ),
     _tag(
         "retried",
-        r"Retrying|retry loop|attempt \d+ (?:of|/) ?\d+|will retry|retry \d+|backing off",
-        "retry|attempt|backing off",
+        r"Retrying|retry loop|attempt \d+ (?:of|/) ?\d+|will retry|\bretried\b|retry \d+|backing off",
+        "retry|retried|attempt|backing off",
         "the program itself tried again",
         "download of shard.00019.mds failed (attempt 1 of 3): ClientError SlowDown",
     ),

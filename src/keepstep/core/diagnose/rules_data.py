@@ -29,8 +29,8 @@ DATA: tuple[Rule, ...] = (
         "undecodable_sample",
         r"UnicodeDecodeError|JSONDecodeError|UnidentifiedImageError|cannot identify image|image file is truncated|broken data stream when reading image|DecompressionBombError|Invalid data found when processing input|moov atom not found|(?:decode|decoding|parse|parsing).{0,40}(?:fail|error).{0,60}(?:sample|image|video|audio|record|line|"
         + _SHARD
-        + r")|codec can't decode|Corrupt JPEG|csv\.Error|pandas\.errors\.ParserError|Error tokenizing data|Expecting value: line|Extra data: line|Unterminated string",
-        "unicodedecode|jsondecode|unidentifiedimage|identify image|image file|broken data stream|bomb|invalid data|moov|decod|pars|codec can|corrupt jpeg|csv|tokenizing data|expecting value|extra data|unterminated string",
+        + r")|codec can't decode|!_src\.empty\(\)|(?:has|is) 0 bytes|no payload|Corrupt JPEG|csv\.Error|pandas\.errors\.ParserError|Error tokenizing data|Expecting value: line|Extra data: line|Unterminated string",
+        "unicodedecode|jsondecode|unidentifiedimage|identify image|image file|broken data stream|bomb|invalid data|moov|decod|pars|codec can|_src|bytes|no payload|corrupt jpeg|csv|tokenizing data|expecting value|extra data|unterminated string",
         "a sample of the training data cannot be decoded",
         weight=0.82,
         family="data_file",

@@ -39,8 +39,8 @@ GPU: tuple[Rule, ...] = (
     ),
     infra(
         "ecc_uncorrectable",
-        r"uncorrectable ECC error|double[- ]bit (?:ECC )?error|cudaErrorECCUncorrectable|uncorrectable (?:DRAM|SRAM|HBM)|(?:DRAM|SRAM|volatile|aggregate) uncorr\w*\D{0,20}(?:0 -> )?[1-9]\d*",
-        "uncorrectable|double|eccuncorrectable|uncorr",
+        r"uncorrectable ECC\b|page retirement pending|double[- ]bit (?:ECC )?error|cudaErrorECCUncorrectable|uncorrectable (?:DRAM|SRAM|HBM)|(?:DRAM|SRAM|volatile|aggregate) uncorr\w*\D{0,20}(?:0 -> )?[1-9]\d*",
+        "uncorrectable|page retirement|double|eccuncorrectable|uncorr",
         "uncorrectable error in GPU memory",
         weight=0.82,
         family="ecc",
@@ -359,7 +359,7 @@ GPU: tuple[Rule, ...] = (
     ),
     infra(
         "gpu_diag_failed",
-        r"(?:p2pBandwidthLatencyTest|bandwidthTest|dcgmi? diag|dcgm (?:level|diag)|nvvs|gpu[_-]burn|gemm|burn-in|hbm test|memtest|nccl-tests?|all_reduce_perf).{0,60}\b(?:FAIL(?:ED|URE)?|errors? found|faulty|hang|hung)\b",
+        r"(?:dcgm health|health ?check|p2pBandwidthLatencyTest|bandwidthTest|dcgmi? diag|dcgm (?:level|diag)|nvvs|gpu[_-]burn|gemm|burn-in|hbm test|memtest|nccl-tests?|all_reduce_perf).{0,60}\b(?:FAIL(?:ED|URE)?|errors? found|faulty|hang|hung)\b",
         "fail|hang|hung|errors found|error found|faulty",
         "a test of the machine failed",
         weight=0.82,

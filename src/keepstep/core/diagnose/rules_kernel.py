@@ -206,8 +206,8 @@ KERNEL: tuple[Rule, ...] = (
     ),
     infra(
         "link_down",
-        r"(?P<link>(?:mlx5|ib|eth|bond|ens?|rdma|roce|hsi|bnxt)\w*)?\S*:? ?(?:Port: ?\d+ )?Link (?:is )?DOWN\b|NIC Link is Down|link status down for interface (?P<link2>\w+)|Got async event ?: port (?:error|down)|port state (?:changed )?(?:from active )?to (?:down|init|disabled)|carrier lost|Lost carrier|link_down(?:ed)?\w*.{0,30}\d+ -> \d+|port .{0,30}(?:went|is) down|interface (?P<link3>\S+) (?:went|is) down",
-        "link down|link is down|link status down|async event|port state|carrier|link_down|went down|is down",
+        r"(?P<link>(?:mlx5|ib|eth|bond|ens?|rdma|roce|hsi|bnxt)\w*)?\S*:? ?(?:Port: ?\d+ )?Link (?:is )?DOWN\b|NIC Link is Down|link status (?:definitely )?down for interface (?P<link2>\w+)|Got async event ?: port (?:error|down)|port state (?:changed )?(?:from active )?to (?:down|init|disabled)|Link detected: no\b|running without any active interface|carrier lost|Lost carrier|link_down(?:ed)?\w*.{0,30}\d+ -> \d+|port .{0,30}(?:went|is) down|interface (?P<link3>\S+) (?:went|is) down",
+        "link down|link is down|link status|link detected|without any active|async event|port state|carrier|link_down|went down|is down",
         "a network link of the machine went down",
         role="symptom",
         weight=0.72,
@@ -217,7 +217,7 @@ KERNEL: tuple[Rule, ...] = (
             "mlx5_core 0000:5e:00.0 mlx5_3: Port: 1 Link DOWN",
             "ixgbe 0000:08:00.0 eth11: NIC Link is Down",
             "NCCL WARN NET/IB : mlx5_3:1 Got async event : port error",
-            "internet: link status down for interface eno4, disabling it in 200 ms",
+            "internet: link status definitely down for interface eno4, disabling it in 200 ms",
         ),
     ),
     Rule(

@@ -325,8 +325,8 @@ PYTHON: tuple[Rule, ...] = (
     ),
     passing(
         "logging_service",
-        r"wandb\S*.{0,80}(?:CommError|Network error|error|timed? ?out|retry)|mlflow\S*.{0,60}(?:exception|error)|(?:tensorboard|comet|neptune)\S*.{0,60}(?:error|timeout)|UsageError: api_key",
-        "wandb|mlflow|tensorboard|comet|neptune|api_key",
+        r"wandb(?!\S*UsageError)\S*.{0,80}(?:CommError|Network error|error|timed? ?out|retry)|mlflow\S*.{0,60}(?:exception|error)|(?:tensorboard|comet|neptune)\S*.{0,60}(?:error|timeout)",
+        "wandb|mlflow|tensorboard|comet|neptune",
         "the experiment tracker cannot be reached",
         role="symptom",
         weight=0.42,

@@ -51,7 +51,7 @@ SCHEDULER: tuple[Rule, ...] = (
     ),
     passing(
         "scheduler_unavailable",
-        r"Unable to contact slurm controller|slurm_receive_msgs.*timed out|Socket timed out on send/recv|(?:api ?server|etcd|controller|scheduler)\b.{0,60}(?:unavailable|unreachable|connection refused|timed out|leader changed|fail-?over)|BackupController",
+        r"Unable to contact slurm controller|slurm_receive_msgs.*timed out|Socket timed out on send/recv|(?:api ?server|etcd\w*|controller|scheduler)\b.{0,60}(?:unavailable|unreachable|connection refused|timed out|leader changed|fail-?over)|BackupController",
         "slurm controller|slurm_receive|socket timed out|apiserver|api server|etcd|controller|scheduler",
         "the scheduler itself did not answer",
         weight=0.7,

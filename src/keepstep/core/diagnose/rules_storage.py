@@ -122,8 +122,8 @@ STORAGE: tuple[Rule, ...] = (
     ),
     passing(
         "object_store_unreachable",
-        r"EndpointConnectionError|Could not connect to the endpoint URL|(?:Connect|Read)TimeoutError?\b.{0,80}(?:http|s3|endpoint|url|storage)|ReadTimeoutError|ConnectTimeoutError|HTTPS?ConnectionPool\(.{0,200}(?:Max retries|timed out|refused|unreachable)|RequestTimeout|IncompleteRead|ChunkedEncodingError|ProtocolError.{0,40}Connection|TransportError.{0,60}(?:gcs|s3|storage)|ClientConnectorError|huggingface\S*.{0,60}(?:timed? ?out|unreachable)|We couldn't connect to 'https",
-        "endpointconnectionerror|endpoint url|timeouterror|timeout|httpsconnectionpool|httpconnectionpool|incompleteread|chunkedencoding|protocolerror|transporterror|clientconnectorerror|huggingface|couldn't connect",
+        r"EndpointConnectionError|Could not connect to the endpoint URL|(?:Connect|Read)TimeoutError?\b.{0,80}(?:http|s3|endpoint|url|storage)|ReadTimeoutError|ConnectTimeoutError|HTTPS?ConnectionPool\(.{0,200}(?:Max retries|timed out|refused|unreachable)|RequestTimeout|RemoteDisconnected|Connection aborted|(?:reset|aborted|broken|closed|lost)\b.{0,60}(?:s3|gs|https?|hdfs|oss)://|IncompleteRead|ChunkedEncodingError|ProtocolError.{0,40}Connection|TransportError.{0,60}(?:gcs|s3|storage)|ClientConnectorError|huggingface\S*.{0,60}(?:timed? ?out|unreachable)|We couldn't connect to 'https",
+        "endpointconnectionerror|endpoint url|timeouterror|timeout|httpsconnectionpool|httpconnectionpool|remotedisconnected|connection aborted|://|incompleteread|chunkedencoding|protocolerror|transporterror|clientconnectorerror|huggingface|couldn't connect",
         "an object store or web service cannot be reached",
         weight=0.72,
         family="remote_service",
@@ -135,8 +135,8 @@ STORAGE: tuple[Rule, ...] = (
     ),
     user(
         "storage_credentials",
-        r"AccessDenied|ExpiredToken|InvalidAccessKeyId|SignatureDoesNotMatch|NoCredentialsError|Unable to locate credentials|403 (?:Forbidden|Client Error)|401 (?:Unauthorized|Client Error)|token (?:has |is )?expired|credentials? (?:have |has )?expired|GatedRepoError|InvalidToken|certificate has expired|CERTIFICATE_VERIFY_FAILED|authentication fail|Invalid API key|PermissionDenied",
-        "accessdenied|expired|invalidaccesskey|signaturedoesnotmatch|credentials|forbidden|client error|unauthorized|gatedrepo|invalidtoken|certificate|authentication fail|api key|permissiondenied",
+        r"AccessDenied|ExpiredToken|InvalidAccessKeyId|SignatureDoesNotMatch|NoCredentialsError|Unable to locate credentials|403 (?:Forbidden|Client Error)|401 (?:Unauthorized|Client Error)|token (?:has |is )?expired|credentials? (?:have |has )?expired|GatedRepoError|InvalidToken|certificate has expired|CERTIFICATE_VERIFY_FAILED|authentication fail|Invalid API key|api_key not configured|not logged in|PermissionDenied",
+        "accessdenied|expired|invalidaccesskey|signaturedoesnotmatch|credentials|forbidden|client error|unauthorized|gatedrepo|invalidtoken|certificate|authentication fail|api key|api_key|logged in|permissiondenied",
         "the job's credentials are missing, wrong or expired",
         family="credentials",
         weight=0.8,
