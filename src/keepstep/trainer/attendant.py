@@ -13,14 +13,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import socket
 import sys
 import time
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -31,6 +29,7 @@ from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.files import read_int, write_atomic
 from keepstep.checkpoint.limiter import Limiter
 from keepstep.model import env
+from keepstep.trainer.helper import Helper, Role
 
 SOCKET = "level1.sock"
 TOKEN = "token"
@@ -46,21 +45,14 @@ LOCK_S = 10.0
 """How long a predecessor that is on its way out may hold the node directory."""
 KEEPER_START_S = 20.0
 """How long ranks wait for the keeper's port; without it they only have no copies on other nodes."""
-FIRST_RETRY_S = 0.1
-LAST_RETRY_S = 10.0
 TOUCH_S = 60.0
 """How often the node directory is marked as in use; see ``nodedir.LOST_S``."""
-END_S = 5.0
-"""From SIGTERM to SIGKILL for keeper and archiver."""
 LINE_BYTES = 64 * 1024
 BACKLOG_BYTES = 256 * 1024
 """A rank that lets this many bytes of notes pile up hears no more of them."""
 TELLING = ("skipped", "damaged", "gap", "closed")
 """Notes that people see at the terminal."""
-_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
-
-Role = Literal["keeper", "archiver"]
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag="hello"):
@@ -96,66 +88,6 @@ class Say(Struct, frozen=True, kw_only=True, tag="say"):
 
 FromRank = Hello | Finish
 ToRank = Ready | Finished | Say
-
-
-class Helper:
-    """One of our own modules, started again when it dies, ended when we die."""
-
-    def __init__(self, role: Role, argv: list[str], log: Path) -> None:
-        self.role, self.argv, self._log = role, argv, log
-        self._process: asyncio.subprocess.Process | None = None
-        self._asked = asyncio.Event()
-        self.gone = asyncio.Event()
-        """There is no process, and none will be started."""
-        self._task = asyncio.get_running_loop().create_task(self._live())
-
-    async def _live(self) -> None:
-        try:
-            await self._keep_running()
-        finally:
-            self.gone.set()
-
-    async def _keep_running(self) -> None:
-        delay = 0.0
-        while not self._asked.is_set():
-            began = time.monotonic()
-            with self._log.open("ab") as log:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self.argv,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    preexec_fn=_die_with_parent,
-                )
-            if self._asked.is_set():  # asked to end while it was being started: nobody else knows of this process
-                self._signal(signal.SIGTERM)
-            code = await self._process.wait()
-            if self._asked.is_set():
-                return
-            lived = time.monotonic() - began
-            delay = FIRST_RETRY_S if lived > LAST_RETRY_S else min(LAST_RETRY_S, max(FIRST_RETRY_S, delay * 2))
-            print(f"the {self.role} ended with {code}; next start in {delay:g} s", flush=True)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._asked.wait(), delay)
-
-    def retire(self) -> None:
-        """It may end when it has nothing more to do, and is not started again."""
-        self._asked.set()
-
-    async def end(self) -> None:
-        """SIGTERM, then SIGKILL; back when there is no process, also of a start that was under way."""
-        self.retire()
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            self._signal(number)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.gone.wait(), END_S)
-                break
-        await asyncio.wait([self._task])
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
 
 
 class Attendant:
@@ -387,11 +319,6 @@ class Attendant:
 def _send(writer: asyncio.StreamWriter, message: ToRank) -> None:
     if not writer.is_closing():
         writer.write(msgspec.json.encode(message) + b"\n")
-
-
-def _die_with_parent() -> None:
-    """In the child, before its program: nobody but us would ever end it."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 async def _main(arguments: argparse.Namespace) -> None:

@@ -22,9 +22,7 @@ POLL_S = 0.01
 
 
 class Held(Protocol):
-    """What is asked of ``Snapshots``."""
-
-    def settle(self) -> None: ...
+    """What is asked of ``Pins``."""
 
     def hold(self, version: Version) -> bool: ...
 
@@ -42,7 +40,7 @@ def say_if_over(step: int, total: int, rank: int) -> None:
         )
 
 
-def until_durable(snapshots: Held, version: Version, *, archiver: Path, rank: int, stop: Callable[[], bool]) -> bool:
+def until_durable(pins: Held, version: Version, *, archiver: Path, rank: int, stop: Callable[[], bool]) -> bool:
     """Hand the last version to the archiver, once it has written what it has, and wait until it has written it.
 
     Args:
@@ -52,14 +50,13 @@ def until_durable(snapshots: Held, version: Version, *, archiver: Path, rank: in
     Returns:
         False when the state is not (known to be) durable.
     """
-    snapshots.settle()
     began = time.monotonic()
     seen, reminded, say_at, handed = began, began, began + SAY_AFTER_S, False
     while True:
-        if not snapshots.held():
+        if not pins.held():
             if handed:
                 return True
-            if not snapshots.hold(version):
+            if not pins.hold(version):
                 _say(f"rank {rank}: step {version.step} has no complete snapshot; the durable tiers do not get it")
                 return False
             handed = True
@@ -75,14 +72,14 @@ def until_durable(snapshots: Held, version: Version, *, archiver: Path, rank: in
             return False
         if now >= say_at:
             say_at = now + SAY_EVERY_S
-            steps = ", ".join(str(step) for step in snapshots.held())
+            steps = ", ".join(str(step) for step in pins.held())
             _say(
                 f"rank {rank}: step {version.step} is the last one; waiting until the archiver has taken step {steps} "
                 f"({now - began:.0f} s so far)"
             )
         if now - reminded > REMIND_S:
             reminded = now
-            snapshots.remind()
+            pins.remind()
         time.sleep(POLL_S)
 
 

@@ -119,7 +119,8 @@ class Level1Loop:
         if part.config.durable and self.done > 0 and version in part.snapshots.full():
             self._due = True
             archiver = part.node_dir / env.ARCHIVER_SOCKET
-            self._handed = until_durable(part.snapshots, version, archiver=archiver, rank=part.rank, stop=lambda: False)
+            pins = part.snapshots.pins
+            self._handed = until_durable(pins, version, archiver=archiver, rank=part.rank, stop=lambda: False)
         return self._handed
 
     # ---------------------------------------------------------------- one step

@@ -7,7 +7,6 @@ stand-in groups; both then walk the same way: reset, rebuild, agree, restore.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +17,14 @@ from keepstep.model.topology import Roster
 from keepstep.model.wire import (
     TakeSeat,
     WorkerAdvanced,
-    WorkerBroken,
-    WorkerCannotResume,
     WorkerDone,
     WorkerJoined,
     WorkerResumed,
 )
+from keepstep.trainer import broken
 from keepstep.trainer.exceptions import (
     CannotResume,
     CommunicationAborted,
-    FrameworkUnsupported,
-    GroupsUnsupported,
     InjectedFault,
     StateMismatch,
     StateNotPlain,
@@ -47,8 +43,6 @@ from keepstep.trainer.steps import Step, require_entered
 if TYPE_CHECKING:
     from keepstep.trainer.session_torch import Session
 
-BROKEN_WAIT_S = 600.0
-"""How long a rank whose collective broke waits to be told the next epoch; covers the wait for a new node."""
 REBUILD_LIMIT_S = 600.0
 """Far above the controller's own limit, which ends a rebuild earlier by opening another epoch."""
 FAREWELL_S = 1.0
@@ -168,7 +162,7 @@ class Loop:
         if self._live is not None and self._live != self._written:
             session.beat.phase(Phase.DONE)
             kept = session.snapshots
-            until_durable(kept, self._live, archiver=kept.archiver, rank=session.rank, stop=self._overtaken)
+            until_durable(kept.pins, self._live, archiver=kept.archiver, rank=session.rank, stop=self._overtaken)
         return not self._overtaken()
 
     # ---------------------------------------------------------------- one step
@@ -180,7 +174,7 @@ class Loop:
 
     def commit(self, step: Step, loss: Any) -> None:
         session = self._s
-        self._suffer_injected(step)
+        broken.suffer_injected(session, step.index)
         session.snapshots.await_copy()  # before the last words: once they are said, others overwrite the step before
         if self._gated and session.cuda:
             self._await_replica()  # for the same reason; nothing of ours is called before NCCL's reductions
@@ -245,32 +239,7 @@ class Loop:
 
     def _absorb(self, error: Exception, step: int) -> bool:
         """Whether a newer epoch explains this exception; waits for one if communication is broken."""
-        session = self._s
-        if not self.interrupted():
-            if session.groups.broken is None:
-                return False
-            session.beat.phase(Phase.RECOVERING)
-            session.control.send(WorkerBroken(epoch=session.roster.epoch, step=step, error=session.groups.broken[:500]))
-        if session.control.pending is None and not session.control.wait(BROKEN_WAIT_S):
-            print(
-                f"keepstep: rank {session.rank}: communication broke and nobody opened another epoch within "
-                f"{BROKEN_WAIT_S:g} s; giving up",
-                file=sys.stderr,
-                flush=True,
-            )
-            return False
-        session.beat.freed()
-        session.losses.drop()
-        return True
-
-    def _suffer_injected(self, step: Step) -> None:
-        control = self._s.control
-        if control.slow_down_s > 0:
-            seconds, control.slow_down_s = control.slow_down_s, 0.0
-            time.sleep(seconds)
-        if control.raise_injected:
-            control.raise_injected = False
-            raise InjectedFault(f"injected into step {step.index} of rank {self._s.rank} on request")
+        return broken.explained(self._s, step, interrupted=self.interrupted())
 
     def _save(self, version: Version) -> None:
         session, every, step = self._s, self._pacing.every, version.step
@@ -348,25 +317,8 @@ class Loop:
                 self._recover_into(seat, aborts)
                 return
             except Exception as error:
-                self._explain(seat.roster, error)
+                broken.in_recovery(self._s, seat.roster, error, self.done)
             seat, aborts = session.take_seat(first=False)
-
-    def _explain(self, roster: Roster, error: Exception) -> None:
-        """Say what went wrong in this epoch and wait for the next; raise where none comes."""
-        session = self._s
-        if session.control.pending is not None:
-            return
-        own = isinstance(error, (CannotResume, StateMismatch, StateNotPlain, FrameworkUnsupported, GroupsUnsupported))
-        if own or (session.groups.broken is None and not isinstance(error, (RuntimeError, OSError))):
-            why = f"rank {session.rank}: {type(error).__name__}: {error}"[:500]
-            session.control.send(WorkerCannotResume(epoch=roster.epoch, why=why))
-        else:
-            why = session.groups.broken or f"{type(error).__name__}: {error}"
-            session.control.send(WorkerBroken(epoch=roster.epoch, step=self.done, error=why[:500]))
-        print(f"keepstep: rank {session.rank}: recovery into {roster.key} failed: {error}", file=sys.stderr, flush=True)
-        if not session.control.wait(BROKEN_WAIT_S):
-            session.report_failure(error, self.done)
-            raise error
 
     def _recover_into(self, seat: TakeSeat, aborts: int) -> None:
         session, roster = self._s, seat.roster
@@ -399,7 +351,7 @@ class Loop:
         if found.version not in session.snapshots.private() or (due and found.version not in session.snapshots.full()):
             self._save(found.version)
         elif due and found.source == "peer":
-            session.snapshots.hold(found.version)  # whether its archiver had written it, the lost node alone knew
+            session.snapshots.pins.hold(found.version)  # whether its archiver had written it, the lost node alone knew
         self._go_on(roster, found, clock.phases)
 
     def _go_on(self, roster: Roster, found: Found, phases: dict[str, float]) -> None:

@@ -111,7 +111,7 @@ class Pacing:
         """
         if not self.durable(step):
             return
-        busy = self._snapshots.held()
+        busy = self._snapshots.pins.held()
         count = torch.tensor([len(busy)], dtype=torch.int64)
         dist.all_reduce(count)
         if int(count) == 0:
@@ -119,7 +119,7 @@ class Pacing:
         elif self.held == step:
             self.held = -1  # a try that was rolled back had agreed to it
         if busy:
-            self._snapshots.skip(step, busy[0])
+            self._snapshots.pins.skip(step, busy[0])
 
     def agree(self, step: int) -> bool:
         """Where it is time for that, choose the interval that suits the slowest rank; collective then.

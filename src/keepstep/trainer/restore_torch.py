@@ -308,7 +308,7 @@ class _Work:
         self._files = pair.Pair(snap_dir, self._rank, files=pair.PINNABLE)
         self._slot = self._files.find(version) or self._files.slots[self._files.target(version.step)]
         self._slot.begin()
-        self._slot.reserve(self.fit.end)  # with its pages: faults one by one would cost more than the reading
+        self._slot.reserve(self.fit.end, beside=True)  # with its pages: faults one by one would hold up the reading
         self.memory = memoryview(self._slot.memory)
 
     def ship(self, problem: str | None) -> str | None:

@@ -25,12 +25,13 @@ from keepstep.checkpoint import config as settings
 from keepstep.checkpoint import pair
 from keepstep.checkpoint.config import CheckpointConfig
 from keepstep.checkpoint.exceptions import SlotDamaged, SlotInvalid
-from keepstep.checkpoint.notes import Note, Teller, TierLabel
+from keepstep.checkpoint.notes import Note, Teller
 from keepstep.checkpoint.slot import Description, Slot, Version
 from keepstep.model.env import ARCHIVER_SOCKET
 from keepstep.trainer.checked_torch import Checked
 from keepstep.trainer.copier_torch import Copier
 from keepstep.trainer.device_torch import Device
+from keepstep.trainer.pins import Pins
 from keepstep.trainer.state_torch import Live, State
 from keepstep.trainer.writer_torch import Flight, Owners, Writer, owners_of, view
 
@@ -57,6 +58,7 @@ class Snapshots:
         self.archiver = keeper.parent / ARCHIVER_SOCKET
         self.notes = Teller(keeper.parent)
         self._full = pair.Pair(directory, rank, files=pair.PINNABLE if self.config.durable else pair.FILES)
+        self.pins = Pins(self._full, rank, self.config, self.notes, functools.partial(self.ring, self.archiver))
         self._private: pair.Pair | None = None
         self._writers: dict[Path, Writer] = {}
         self._copier, self._device = Copier(), Device()
@@ -201,9 +203,9 @@ class Snapshots:
     def _arrived(self, slot: Slot, version: Version, *, ring: bool, pin: bool) -> None:
         """A full version counts from now on; on whatever thread that is."""
         if pin:
-            self._hold(slot, version)
+            self.pins.pin(slot, version)
         if ring:
-            self._ring(self._keeper, version.step)
+            self.ring(self._keeper, version.step)
 
     # ---------------------------------------------------------------- a copy beside the next step
 
@@ -258,36 +260,6 @@ class Snapshots:
         newest = self._newest[1] if self._newest is not None else -1
         return newest, max((slot.acked for slot in self._full.slots if slot.version is not None), default=-1)
 
-    def hold(self, version: Version) -> bool:
-        """Have the durable tiers take this version, if they do not hold on to another; false where it is not here."""
-        slot = self._full.find(version)
-        if slot is not None:
-            self._hold(slot, version)
-        return slot is not None
-
-    def held(self) -> list[int]:
-        """Steps that the archiver has yet to write."""
-        return sorted(slot.version.step for slot in self._full.pinned() if slot.version is not None)
-
-    def remind(self) -> None:
-        """Ring for what is still pinned: an archiver that came late has not heard of it."""
-        for step in self.held():
-            self._ring(self.archiver, step)
-
-    def skip(self, step: int, busy: int) -> None:
-        """Tell that the durable tiers leave out a step, because an earlier one is still on its way there."""
-        why = f"the archiver still writes step {busy}; a larger --ckpt-every or a faster tier would help"
-        tier: TierLabel = "local" if self.config.policy.local_dir else "remote"
-        self.notes.tell(Note(what="skipped", tier=tier, step=step, rank=self._rank, why=why))
-
-    def _hold(self, slot: Slot, version: Version) -> None:
-        others = [other.version.step for other in self._full.pinned() if other is not slot and other.version]
-        if others:
-            self.skip(version.step, others[0])
-            return
-        slot.pin()
-        self._ring(self.archiver, version.step)
-
     # ---------------------------------------------------------------- reading
 
     def full(self) -> tuple[Version, ...]:
@@ -317,7 +289,7 @@ class Snapshots:
             if shards and slot in self._full.slots:
                 # The next step waits for the copy of this one like for any other; it may be missing still.
                 self._newest = slot, version.step
-                self._ring(self._keeper, version.step)
+                self.ring(self._keeper, version.step)
         finally:
             if slot not in (*self._full.slots, *(self._private.slots if self._private else ())):
                 slot.close()
@@ -355,7 +327,7 @@ class Snapshots:
         for kept in (self._full, self._private):
             if kept is not None:
                 kept.forget_after(version)
-        self._ring(self._keeper, version.step)  # it may have taken what is gone now for the newest, and be content
+        self.ring(self._keeper, version.step)  # it may have taken what is gone now for the newest, and be content
 
     def forget_newest(self) -> None:
         """Some rank lacks the newest version, so no world goes on from it: where it is, the next one shall take its
@@ -364,7 +336,7 @@ class Snapshots:
         if self.whole and len(held) > 1:
             self._full.forget_after(held[1])
             self._newest = None
-            self._ring(self._keeper, held[1].step)
+            self.ring(self._keeper, held[1].step)
 
     def forget_all(self) -> None:
         self.settle()
@@ -397,7 +369,8 @@ class Snapshots:
         if slot.version != version:
             raise SlotInvalid(f"{slot.path}: holds {slot.version}, not {version}")
 
-    def _ring(self, to: Path, step: int) -> None:
+    def ring(self, to: Path, step: int) -> None:
+        """Say to a helper of this node that there is something of this step for it."""
         # Whoever listens there may be on its way back; it looks by itself when it starts.
         away = False
         try:

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from keepstep.trainer import attendant
-from keepstep.trainer.attendant import Helper
+from keepstep.trainer import helper
+from keepstep.trainer.helper import Helper
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -42,7 +42,7 @@ def test_an_end_that_falls_into_a_start_leaves_no_process(
             await asyncio.sleep(0)  # a start takes several turns of the loop
         return process
 
-    monkeypatch.setattr(attendant.asyncio, "create_subprocess_exec", slow_start)
+    monkeypatch.setattr(helper.asyncio, "create_subprocess_exec", slow_start)
 
     async def main() -> None:
         helper = Helper("keeper", SLEEPER, tmp_path / "log")
@@ -57,15 +57,15 @@ def test_an_end_that_falls_into_a_start_leaves_no_process(
 
     began = time.monotonic()
     asyncio.run(main())
-    assert time.monotonic() - began < attendant.END_S
+    assert time.monotonic() - began < helper.END_S
 
 
 def test_a_deaf_one_is_killed_and_one_that_waits_for_its_next_start_is_not_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGTERM that is ignored is followed by SIGKILL; a pause between two starts ends at once."""
-    monkeypatch.setattr(attendant, "END_S", 0.3)
-    monkeypatch.setattr(attendant, "FIRST_RETRY_S", 30.0)
+    monkeypatch.setattr(helper, "END_S", 0.3)
+    monkeypatch.setattr(helper, "FIRST_RETRY_S", 30.0)
     ready = tmp_path / "ready"
     deaf = (
         f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(ready)!r}, 'w'); time.sleep(60)"

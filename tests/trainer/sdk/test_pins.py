@@ -93,7 +93,7 @@ def test_every_fifth_step_is_held_while_the_others_alternate(rank: Rank, overlap
             assert {Version(step, 1), Version(5, 1)} <= set(rank.keep.full())
         if step >= 7:
             assert Version(step - 1, 1) in rank.keep.full()
-    assert rank.keep.held() == [5]
+    assert rank.keep.pins.held() == [5]
     assert heard(rank.archiver) == [b"7 5"]
     (note,) = [read(data) for data in heard(rank.agent)]
     assert note is not None
@@ -103,7 +103,7 @@ def test_every_fifth_step_is_held_while_the_others_alternate(rank: Rank, overlap
     for step in range(13, 17):
         rank.save(step, overlap=overlap)
     rank.keep.settle()
-    assert rank.keep.held() == [15]
+    assert rank.keep.pins.held() == [15]
     assert heard(rank.archiver) == [b"7 15"]
 
 
@@ -149,14 +149,14 @@ def test_the_end_waits_until_the_last_step_is_written(rank: Rank, monkeypatch: p
     """First what is still held, then the last version; the archiver is reminded, should it have missed the bell."""
     rank.save(20)
     rank.save(23)  # due as the last one, but 20 is still held
-    assert rank.keep.held() == [20]
+    assert rank.keep.pins.held() == [20]
     clock = Clock(lambda now: rank.lift() if now in (102.0, 104.0) else None)
     monkeypatch.setattr(final, "time", clock)
     held: list[list[int]] = []
-    remind = rank.keep.remind
-    monkeypatch.setattr(rank.keep, "remind", lambda: (held.append(rank.keep.held()), remind()))
+    remind = rank.keep.pins.remind
+    monkeypatch.setattr(rank.keep.pins, "remind", lambda: (held.append(rank.keep.pins.held()), remind()))
     socket_path = rank.keep.archiver
-    assert until_durable(rank.keep, Version(23, 1), archiver=socket_path, rank=7, stop=lambda: False)
+    assert until_durable(rank.keep.pins, Version(23, 1), archiver=socket_path, rank=7, stop=lambda: False)
     assert clock.now == 104.0
     assert [20] in held
     assert [23] in held
@@ -187,7 +187,7 @@ def test_the_end_does_not_wait_for_ever(
     monkeypatch.setattr(final, "time", clock)
     rank.save(23)
     archiver = rank.keep.archiver if there else rank.keep.archiver.with_name("nobody")
-    assert not until_durable(rank.keep, Version(23, 1), archiver=archiver, rank=7, stop=lambda: False)
+    assert not until_durable(rank.keep.pins, Version(23, 1), archiver=archiver, rank=7, stop=lambda: False)
     assert limit <= clock.now - 100.0 <= limit + 1.0
     words = capsys.readouterr().err
     assert "step 23 is the last one; waiting" in words
@@ -197,7 +197,7 @@ def test_the_end_does_not_wait_for_ever(
 def test_a_last_step_without_a_snapshot_is_not_called_durable(rank: Rank, capsys: pytest.CaptureFixture[str]) -> None:
     """Its copy has failed: nothing is pinned, and that must not look like something that has been written."""
     rank.save(22)
-    assert not until_durable(rank.keep, Version(23, 1), archiver=rank.keep.archiver, rank=7, stop=lambda: False)
+    assert not until_durable(rank.keep.pins, Version(23, 1), archiver=rank.keep.archiver, rank=7, stop=lambda: False)
     assert "step 23 has no complete snapshot" in capsys.readouterr().err
 
 
@@ -207,7 +207,7 @@ def test_a_recovery_ends_the_wait(rank: Rank, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(final, "time", clock)
     rank.save(23)
     stopped = until_durable(
-        rank.keep, Version(23, 1), archiver=rank.keep.archiver, rank=7, stop=lambda: clock.now > 101.0
+        rank.keep.pins, Version(23, 1), archiver=rank.keep.archiver, rank=7, stop=lambda: clock.now > 101.0
     )
     assert not stopped
     assert clock.now < 102.0
