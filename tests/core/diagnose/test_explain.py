@@ -213,7 +213,8 @@ def test_time_outs_between_the_lines_do_not_change_the_verdict(case: str, places
 
 
 def test_utf16_colours_and_progress_bars_hide_nothing() -> None:
-    assert explain([FELL.encode("utf-16")]).culprit.node == "node-017"
+    filler = "\n".join(f"plain text {i}" for i in range(200))
+    assert explain([f"{filler}\n{FELL}\n{filler}".encode("utf-16")]).culprit.node == "node-017"
     assert say([f"\x1b[31m{FELL}\x1b[0m"]).culprit.node == "node-017"
     bar = "".join(f"\r {i}%|#| {i}/100 [00:01<00:02]" for i in range(100))
     assert say([f"{bar}\r{FELL}"]).culprit.node == "node-017"
