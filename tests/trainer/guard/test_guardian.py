@@ -42,13 +42,17 @@ class Run:
         self.order: list[int] = []
         self.losses: dict[int, float] = {}
         self.epoch = 0
+        self.late = False
+        """Read a step later, as where a device does the work."""
         torch.manual_seed(11)
 
     def train(self, total: int = 24) -> Run:
         loop = PlainLoop(total, 0)
-        guardian = Guardian(
+        guardian = self.guardian = Guardian(
             self.settings, self.state, rank=0, epoch=lambda: self.epoch, rewind=loop.rewind, tell=self.told.append
         )
+        guardian._prepare()
+        guardian._on_device = self.late
         for step in loop.run():
             step.watcher = guardian
             with step:
@@ -189,6 +193,34 @@ def test_a_new_epoch_begins_with_nothing_but_a_fresh_copy() -> None:
     run.train()
     assert run.said() == [("nonfinite", 10), ("rolled_back", 10), ("gone", 10)]
     assert next(one for one in run.told if one.what == "rolled_back").since == 10
+
+
+def test_a_new_epoch_never_goes_back_to_a_copy_of_the_old_one() -> None:
+    """Its first step is bad: others may have no such copy, so there is none."""
+    run = Run({9: 1}, SETTINGS)
+    step_of = run.one
+
+    def one(step: Any) -> None:
+        if step.index == 9 and run.epoch == 0:
+            run.epoch = 1
+            step.watcher.begin(9)
+        step_of(step)
+
+    run.one = one  # type: ignore[method-assign]
+    with pytest.raises(GuardStopped, match="there is no common state to go back to"):
+        run.train()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_was_undone_is_counted_once(late: bool) -> None:
+    """Windows hold each step once, in order, though some were done twice; also where readings come a step later."""
+    calm, run = Run({}, SETTINGS).train(), Run({9: 1}, plain(window=64))
+    run.late = late
+    run.train()
+    assert run.order == [*range(11 if late else 10), *range(8, 24)]
+    assert run.losses == calm.losses
+    held = [step for step, _ in run.guardian._windows._loss._held]
+    assert held == sorted(set(held))
 
 
 def test_norms_are_those_of_the_whole_gradient() -> None:
