@@ -7,9 +7,10 @@ from collections import Counter
 
 from msgspec.structs import replace
 
-from keepstep.core.diagnose import places as where
+from keepstep.core.diagnose.cause import Cause
+from keepstep.core.diagnose.culprit import culprit_of
 from keepstep.core.diagnose.observe import Finding, Log
-from keepstep.core.diagnose.refine import Cause, refine
+from keepstep.core.diagnose.refine import refine
 from keepstep.core.diagnose.result import Alternative, Category, Culprit, Diagnosis, Evidence, Rejected
 
 ENOUGH = 0.34
@@ -22,28 +23,17 @@ EARLIEST = 0.05
 """Bonus of the candidate that was seen first."""
 SKEW_S = 120.0
 """Seconds by which the clocks of two nodes may differ."""
-NEAR_LINES = 4
-"""Lines around a fault of the data in which its file may be named."""
 STALE_S = 6 * 3600.0
 """Seconds before the last trouble, after which a fault is history and not the cause."""
-_TELLING = ("mig", "stale_process", "foreign_process", "only_here")
-"""Notes whose node is the culprit's."""
 SHARPNESS = 9.0
 """How fast probability falls with weight; 0.1 of weight is a factor of 2.5."""
-_PATH = re.compile(
-    r"'([^'\s]*/[^'\s]+)'|(?<![\w/])(/(?!PCI)[\w.@+-]+(?:/[\w.@+:-]+)+)|\b([\w-]+\.(?:tar|parquet|jsonl|distcp|safetensors|pt|bin)\S*)"
-)
-_SHARD = re.compile(
-    r"\b(?:shard|file|dataset)s? ([\w./:-]*\d[\w./:-]*)|\b(?:sample|record|batch|document)s? ([\w./:-]*\d[\w./:-]*)",
-    re.IGNORECASE,
-)
 _PROGRESS = re.compile(r"\b(?:step|iter(?:ation)?|epoch|loss|it/s|s/it)\b", re.IGNORECASE)
 
 
 def decide(log: Log) -> Diagnosis:
     causes = _causes(log)
     real = [cause for cause in causes if cause.weight >= ENOUGH]
-    cascade = {id: count for id, count in sorted(log.counts.items()) if _role(log, id) in ("cascade", "teardown")}
+    cascade = {id: count for id, count in sorted(log.counts.items()) if log.role(id) in ("cascade", "teardown")}
     finished = log.has("finished")
     serious = any((cause.weight >= 0.8 and cause.nodes) or cause.category == "transient" for cause in real)
     if finished and not serious and not cascade.get("collective_timeout"):
@@ -51,10 +41,6 @@ def decide(log: Log) -> Diagnosis:
     if real:
         return _named(real, log, cascade)
     return _unnamed(log, cascade, finished)
-
-
-def _role(log: Log, id: str) -> str:
-    return log.findings[id][0].rule.role
 
 
 def _causes(log: Log) -> list[Cause]:
@@ -164,7 +150,7 @@ def _mismatch(log: Log) -> Cause | None:
 
 def _named(causes: list[Cause], log: Log, cascade: dict[str, int]) -> Diagnosis:
     best, others = causes[0], _distinct(causes)
-    culprit = _culprit(best, log)
+    culprit = culprit_of(best, log)
     total = sum(2.718281828 ** (SHARPNESS * (cause.weight - best.weight)) for cause in others)
     share = 1.0 / total
     if best.action == "replace_node" and _doubtful(best, causes):
@@ -215,95 +201,6 @@ def _distinct(causes: list[Cause]) -> list[Cause]:
     for cause in causes:
         seen.setdefault(cause.id, cause)
     return list(seen.values())
-
-
-def _culprit(cause: Cause, log: Log) -> Culprit:
-    lead = cause.findings[0]
-    everywhere = cause.category in ("user_code", "data") and len({one.rank for one in cause.findings}) > 2
-    node = next((one.node for one in cause.findings if one.node), "")
-    rank = next((one.rank for one in cause.findings if one.rank is not None), None)
-    gpu = next((one.gpu for one in cause.findings if one.gpu), "")
-    if node and cause.category == "infrastructure":
-        beside = [one for found in log.findings.values() for one in found if one.node == node]
-        beside.sort(key=lambda one: not one.rule.id.startswith("gpu"))
-        gpu = gpu or next((one.gpu for one in beside if one.gpu and one.rule.category == "infrastructure"), "")
-        if rank is None:
-            rank = next((one.rank for one in beside if one.rank is not None and one.rule.role == "symptom"), None)
-    frame = next((one.frame for one in cause.findings if one.frame), None)
-    if frame is None and cause.category in ("user_code", "data") and len(log.frames) >= 1:
-        frame = log.frames[0][1]
-    if not node and rank is not None:
-        node = log.places.node_of.get(rank, "")
-    if (
-        not node
-        and cause.category == "infrastructure"
-        and cause.action in ("replace_node", "isolate_and_verify", "restart_in_place")
-    ):
-        node = _only_node(cause, log)
-    if rank is None and cause.category == "infrastructure" and node:
-        here = [r for r, n in log.places.node_of.items() if n == node]
-        rank = here[0] if len(here) == 1 else _sole_sufferer(log)
-    thing = _field(cause, "thing") or _thing(cause, log)
-    return Culprit(
-        node="" if where.is_node_range(node) else node,
-        gpu=gpu if cause.category in ("infrastructure", "transient") or not everywhere else "",
-        rank=None if everywhere else rank,
-        file=_field(cause, "file") or (frame.file if frame else ""),
-        line=frame.line if frame else None,
-        peer=_field(cause, "peer") or (where.address(lead.text) if "rdma" in cause.id or "peer" in cause.id else ""),
-        link=_field(cause, "link"),
-        thing=thing,
-    )
-
-
-def _field(cause: Cause, name: str) -> str:
-    return next((one.fields[name] for one in cause.findings if one.fields.get(name)), "")
-
-
-def _only_node(cause: Cause, log: Log) -> str:
-    """The one node that faults, notes or lines speak of, when exactly one is spoken of."""
-    told = [
-        one.node
-        for id, found in log.findings.items()
-        if _role(log, id) in ("initiating", "symptom") and found[0].rule.category == cause.findings[0].rule.category
-        for one in found
-        if one.node
-    ]
-    noted = [one.node for tag in _TELLING for one in log.tags.get(tag, ()) if one.node]
-    for named in (told, noted, list(log.places.speakers), list(log.places.nodes)):
-        if len(set(named)) == 1 and not where.is_node_range(named[0]):
-            return named[0]
-    return noted[0] if noted else ""
-
-
-def _sole_sufferer(log: Log) -> int | None:
-    """The rank with an error of its own, when exactly one has one."""
-    own = {
-        one.rank for id, found in log.findings.items() if _role(log, id) in ("initiating", "symptom") for one in found
-    }
-    own.discard(None)
-    return own.pop() if len(own) == 1 else None
-
-
-def _thing(cause: Cause, log: Log) -> str:
-    texts = [one.text for one in cause.findings[:3]]
-    if cause.category == "data":
-        own = next((name for name in map(where.data_file, texts) if name), "")
-        near = [name for number, name in log.data_files if abs(number - cause.findings[0].number) <= NEAR_LINES]
-        if own or near:
-            return own or near[-1]
-        texts += [one.text for one in log.findings.get("bad_sample", ())[:3]] + [
-            one.text for one in log.findings.get("token_id_out_of_range", ())[:2]
-        ]
-        for text in texts:
-            if found := max(_SHARD.findall(text), key=lambda pair: len(pair[0]), default=()):
-                return str(found[0] or found[1]).strip(".:,")
-    for text in texts:
-        for groups in _PATH.findall(text):
-            path = next(str(part) for part in groups if part)
-            if not path.endswith((".py", ".cpp", ".cc", ".cu", ".hpp")) and ".py:" not in path:
-                return path.strip("'\",.;:")
-    return ""
 
 
 def _where(culprit: Culprit) -> str:
@@ -392,7 +289,7 @@ def _rejected(best: Cause, others: list[Cause], log: Log) -> tuple[Rejected, ...
         if cause.weight < best.weight - 0.1
     ]
     for id in sorted(log.counts):
-        if _role(log, id) == "cascade":
+        if log.role(id) == "cascade":
             given.append(
                 Rejected(root_cause=id, why=f"{log.findings[id][0].rule.says}; such lines follow a fault elsewhere")
             )
@@ -400,7 +297,7 @@ def _rejected(best: Cause, others: list[Cause], log: Log) -> tuple[Rejected, ...
 
 
 def _nothing(log: Log, cascade: dict[str, int], why: str, confidence: float) -> Diagnosis:
-    noise = [found[0] for id, found in log.findings.items() if _role(log, id) in ("benign", "symptom", "initiating")]
+    noise = [found[0] for id, found in log.findings.items() if log.role(id) in ("benign", "symptom", "initiating")]
     noise += [found[0] for tag, found in log.tags.items() if tag == "finished"]
     return Diagnosis(
         category="none",
@@ -418,14 +315,14 @@ def _nothing(log: Log, cascade: dict[str, int], why: str, confidence: float) -> 
 def _unnamed(log: Log, cascade: dict[str, int], finished: bool) -> Diagnosis:
     """No candidate: only noise, only consequences, or nothing that any rule knows."""
     purposeful = log.findings.get("user_cancelled")
-    failed = any(_role(log, id) == "cascade" for id in log.counts)
+    failed = any(log.role(id) == "cascade" for id in log.counts)
     if not failed and not purposeful:
-        benign = any(_role(log, id) == "benign" for id in log.counts)
+        benign = any(log.role(id) == "benign" for id in log.counts)
         progress = any(_PROGRESS.search(line.text) for line in log.tail)
         if finished or benign or progress:
             return _nothing(log, cascade, "no line tells of a failure", 0.8 if finished else 0.6)
     if failed and (log.went_on or log.has("recovered")):
-        lines = [found[0] for id, found in log.findings.items() if _role(log, id) == "cascade"]
+        lines = [found[0] for id, found in log.findings.items() if log.role(id) == "cascade"]
         return Diagnosis(
             category="transient",
             root_cause="start_up_delay: an attempt failed, the next one came up on its own",
@@ -438,7 +335,7 @@ def _unnamed(log: Log, cascade: dict[str, int], finished: bool) -> Diagnosis:
             cascade=cascade,
         )
     absent = _absent(log)
-    consequences = [found[0] for id, found in log.findings.items() if _role(log, id) == "cascade"]
+    consequences = [found[0] for id, found in log.findings.items() if log.role(id) == "cascade"]
     peers = Counter(one.fields["peer"] for one in log.findings.get("peer_lost", ()) if one.fields.get("peer"))
     peer = peers.most_common(1)[0][0] if peers else ""
     rank = absent[0] if len(absent) == 1 else None

@@ -132,6 +132,10 @@ class Log:
     def has(self, tag: str) -> bool:
         return tag in self.tags
 
+    def role(self, id: str) -> str:
+        """What findings of this rule are: initiating, symptom, cascade..."""
+        return self.findings[id][0].rule.role
+
     def take(self, line: Line, rules: tuple[Rule, ...]) -> bool:
         """Learn from one line; whether it mattered."""
         self.places.learn(line)

@@ -10,44 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from keepstep.core.diagnose import places as where
-from keepstep.core.diagnose.observe import Finding, Log
-from keepstep.core.diagnose.result import Action, Category
+from keepstep.core.diagnose import refine_numbers as numbers
+from keepstep.core.diagnose.cause import SHARED_NODES, Cause, died, machine, passing, spread, users
+from keepstep.core.diagnose.observe import Log
 
 MANY_FLAPS = 3
 """Times a link may go down before its cable is blamed."""
-SHARED_NODES = 3
-"""Nodes with the same storage fault, from which on the storage is to blame and not the nodes."""
 _START_UP = frozenset({"scope", "rendezvous", "gpu_oom", "names", "credentials"})
 """Faults at start that may be gone at the next attempt."""
 _SLOW_OR_NUMERIC = frozenset({"nan", "sdc", "scope_one", "ecc", "link", "cable", "storage_stall", "data_value"})
 """Faults with which training may well go on."""
-_RUN = re.compile(r"\brun [A-Z]:? ([\w.+-]+)", re.IGNORECASE)
-_OTHERS_MEMORY = re.compile(r"Process \d+ has ([\d.]+) GiB memory in use.*this process has ([\d.]+) GiB", re.IGNORECASE)
 _OF_CONNECTIONS = ("ConnectionError", "TimeoutError", "RemoteDisconnected", "ProtocolError", "TemporaryFailureError")
 """Ends of the names of exceptions that speak of the network."""
-_VICTIM = re.compile(r"Kill(?:ed)? process \d+ \(([^)]+)\)", re.IGNORECASE)
-_OWN_PROGRAM = re.compile(r"python|pt_|torch|train|ray", re.IGNORECASE)
-
-
-class Cause(Struct, frozen=True, kw_only=True):
-    """A candidate: all findings of one root cause, and what is thought of them."""
-
-    id: str
-    category: Category
-    action: Action
-    transient: bool | None
-    says: str
-    weight: float
-    findings: tuple[Finding, ...]
-    why: str = ""
-
-    @property
-    def nodes(self) -> set[str]:
-        return {one.node for one in self.findings if one.node}
 
 
 def refine(cause: Cause, log: Log) -> Cause:
@@ -63,7 +40,7 @@ def refine(cause: Cause, log: Log) -> Cause:
             or "certificate" in thought.findings[0].text.lower()
         )
     ):
-        return _passing(thought, thought.id, "retry_with_backoff", thought.weight, "the next attempt came up")
+        return passing(thought, thought.id, "retry_with_backoff", thought.weight, "the next attempt came up")
     return thought if family in _SLOW_OR_NUMERIC or not log.went_on else _survived(thought, log)
 
 
@@ -71,10 +48,10 @@ def _survived(cause: Cause, log: Log) -> Cause:
     """Training went on: an exception that was caught, a try that was repeated."""
     if log.has("restarted"):
         if cause.category in ("user_code", "unknown") or cause.id in ("object_store_unreachable", "bad_rendezvous"):
-            return _passing(cause, cause.id, "restart_in_place", cause.weight, "the next attempt went on")
+            return passing(cause, cause.id, "restart_in_place", cause.weight, "the next attempt went on")
         return cause
     handled = cause.category == "user_code" or (cause.category == "transient" and log.has("retried"))
-    if handled and not _died(log):
+    if handled and not died(log):
         return replace(
             cause,
             category="none",
@@ -86,37 +63,17 @@ def _survived(cause: Cause, log: Log) -> Cause:
     return cause
 
 
-def _machine(cause: Cause, weight: float, why: str, action: Action = "replace_node") -> Cause:
-    return replace(cause, category="infrastructure", action=action, transient=False, weight=weight, why=why)
-
-
-def _users(cause: Cause, weight: float, why: str) -> Cause:
-    return replace(cause, category="user_code", action="stop_and_notify_user", transient=False, weight=weight, why=why)
-
-
-def _passing(cause: Cause, id: str, action: Action, weight: float, why: str) -> Cause:
-    return replace(cause, id=id, category="transient", action=action, transient=True, weight=weight, why=why)
-
-
-def _spread(cause: Cause, log: Log) -> bool:
-    """Whether the fault is the same on many machines."""
-    ranked = {one.rank for one in cause.findings if one.rank is not None}
-    everywhere = log.has("everywhere") and not log.has("only_here")
-    wide = any(where.is_node_range(one.text) for one in cause.findings)
-    return everywhere or wide or len(cause.nodes) >= SHARED_NODES or len(ranked) > 8 + len(log.places.ranks) // 2
-
-
 def _scope(cause: Cause, log: Log) -> Cause:
     """A missing or wrong thing: of the image or settings when it is so everywhere, of the machine when only there."""
-    if log.has("only_here") and not _spread(cause, log):
-        return _machine(cause, cause.weight + 0.05, "only one machine is affected")
-    if _spread(cause, log):
+    if log.has("only_here") and not spread(cause, log):
+        return machine(cause, cause.weight + 0.05, "only one machine is affected")
+    if spread(cause, log):
         if cause.category == "infrastructure" and cause.id not in ("name_resolution", "storage_read_only"):
-            return _users(cause, cause.weight, "it is the same everywhere, so it is not one machine")
+            return users(cause, cause.weight, "it is the same everywhere, so it is not one machine")
         return replace(cause, weight=cause.weight + 0.05, why="it is the same everywhere")
     gone = log.has("recovered") or log.went_on or any("emporary" in one.text for one in cause.findings)
     if cause.id == "name_resolution" and gone:
-        return _passing(cause, cause.id, "retry_with_backoff", cause.weight, "such failures pass")
+        return passing(cause, cause.id, "retry_with_backoff", cause.weight, "such failures pass")
     if cause.category == "infrastructure" and cause.id in (
         "name_resolution",
         "clock_skew",
@@ -130,14 +87,14 @@ def _scope(cause: Cause, log: Log) -> Cause:
 def _scope_one(cause: Cause, log: Log) -> Cause:
     if log.has("only_here"):
         return replace(cause, weight=cause.weight + 0.08, why="its peers are well")
-    return replace(cause, action="isolate_and_verify") if _spread(cause, log) else cause
+    return replace(cause, action="isolate_and_verify") if spread(cause, log) else cause
 
 
 def _scope_io(cause: Cause, log: Log) -> Cause:
     """I/O errors: of a drive when a node's own, of the store when everywhere."""
     if log.has("recovered") and not log.has("again"):
-        return _passing(cause, "storage_io_glitch", "retry_with_backoff", cause.weight, "a retry succeeded")
-    if _spread(cause, log):
+        return passing(cause, "storage_io_glitch", "retry_with_backoff", cause.weight, "a retry succeeded")
+    if spread(cause, log):
         return replace(
             cause, action="retry_with_backoff", transient=True, why="all machines see it, so it is the storage"
         )
@@ -149,14 +106,14 @@ def _link(cause: Cause, log: Log) -> Cause:
     bad_cable = "cable_fault" in log.findings or "nic_failure" in log.findings
     often = downs > MANY_FLAPS and not log.has("first_time")
     if bad_cable or often or _count(log, "many_times") > MANY_FLAPS:
-        return _machine(
+        return machine(
             replace(cause, id="link_flap_repeating"),
             0.87,
             f"it went down {downs} times" if downs > 1 else "its cable is bad",
         )
     if log.has("link_up") or log.has("recovered") or log.has("first_time"):
-        return _passing(cause, "link_flap_single", "restart_in_place", 0.76, "it came back, and did not go down again")
-    return _machine(cause, 0.8, "it did not come back")
+        return passing(cause, "link_flap_single", "restart_in_place", 0.76, "it came back, and did not go down again")
+    return machine(cause, 0.8, "it did not come back")
 
 
 def _cable(cause: Cause, log: Log) -> Cause:
@@ -169,8 +126,8 @@ def _count(log: Log, tag: str) -> int:
 
 
 def _fabric(cause: Cause, log: Log) -> Cause:
-    if _spread(cause, log) and cause.id == "rdma_device_broken":
-        return _users(replace(cause, id="bad_nccl_env"), 0.7, "no machine has such a device")
+    if spread(cause, log) and cause.id == "rdma_device_broken":
+        return users(replace(cause, id="bad_nccl_env"), 0.7, "no machine has such a device")
     if log.has("only_here") or log.has("many_times"):
         return replace(cause, weight=cause.weight + 0.2, why="only this machine reports it")
     return replace(cause, action="restart_in_place", transient=None)
@@ -178,12 +135,12 @@ def _fabric(cause: Cause, log: Log) -> Cause:
 
 def _storage(cause: Cause, log: Log) -> Cause:
     """One client, or the server of all."""
-    back = (log.has("storage_back") or log.has("recovered")) and (log.went_on or not _died(log))
+    back = (log.has("storage_back") or log.has("recovered")) and (log.went_on or not died(log))
     if log.has("storage_back") and not back and not _spread_of_storage(cause, log):
         return replace(cause, action="restart_in_place", transient=True, why="it came back, too late for the process")
     if _spread_of_storage(cause, log):
         if back:
-            return _passing(cause, "shared_fs_stall", "no_action", 0.82, "all machines waited, and it came back")
+            return passing(cause, "shared_fs_stall", "no_action", 0.82, "all machines waited, and it came back")
         return replace(
             cause,
             id="shared_fs_down",
@@ -193,7 +150,7 @@ def _storage(cause: Cause, log: Log) -> Cause:
             why="all machines wait, so it is the server",
         )
     if back and not log.has("only_here"):
-        return _passing(cause, "storage_stall", "no_action", cause.weight, "it came back")
+        return passing(cause, "storage_stall", "no_action", cause.weight, "it came back")
     if "storage_mount_hang" in log.findings and cause.id == "host_hung_task":
         return replace(cause, id="storage_mount_hang", weight=0.7)
     if not cause.nodes:
@@ -201,106 +158,22 @@ def _storage(cause: Cause, log: Log) -> Cause:
     return replace(cause, action="replace_node", transient=True, why="only this machine is affected")
 
 
-def _died(log: Log) -> bool:
-    return any(found[0].rule.role in ("cascade", "teardown") for found in log.findings.values())
-
-
 def _spread_of_storage(cause: Cause, log: Log) -> bool:
     wide = any(where.is_node_range(one.text) for one in cause.findings)
     return wide or len(cause.nodes) >= SHARED_NODES or (not cause.nodes and log.has("everywhere"))
 
 
-def _nan(cause: Cause, log: Log) -> Cause:
-    """Numbers run away because of one machine, one sample, or the recipe."""
-    runs = _runs(log)
-    if len(runs) > 1 and len(set(runs)) > 1:
-        return replace(cause, weight=0.5)  # silent_data_corruption says it better.
-    sample = "bad_sample" in log.findings or "token_id_out_of_range" in log.findings or "corrupt_shard" in log.findings
-    if sample:
-        known = {"category": "data", "action": "rollback_checkpoint_and_skip_data", "transient": False}
-        return replace(
-            cause, id="nan_from_bad_sample", weight=0.84, why="it comes with one sample of the data", **known
-        )
-    if log.has("recovered") and not log.has("again") and cause.id == "loss_divergence":
-        spared = {"category": "none", "action": "no_action", "transient": True}
-        return replace(cause, id="loss_spike_recovered", weight=0.72, why="the loss came back by itself", **spared)
-    if log.has("recent_change") or log.has("bad_hyperparameters"):
-        return replace(cause, weight=cause.weight + 0.1, why="the recipe had been changed")
-    if log.has("again") and log.has("elsewhere_too"):
-        return replace(cause, weight=cause.weight + 0.05, why="other machines fail at the same place")
-    return cause
-
-
-def _runs(log: Log) -> list[str]:
-    values: list[str] = []
-    for one in log.findings.get("silent_data_corruption", ()):
-        values += [value.lower() for value in _RUN.findall(one.text)]
-    return values
-
-
-def _sdc(cause: Cause, log: Log) -> Cause:
-    runs = _runs(log)
-    if len(runs) > 1 and len(set(runs)) == 1:
-        return replace(cause, weight=0.1, why="repeated runs agree")
-    if log.has("elsewhere_too") and log.has("again"):
-        return replace(
-            cause, weight=0.4, category="user_code", action="stop_and_notify_user", why="other machines give the same"
-        )
-    return cause
-
-
-def _gpu_memory(cause: Cause, log: Log) -> Cause:
-    if log.has("stale_process"):
-        return _passing(
-            cause, "gpu_memory_held_by_stale_process", "restart_in_place", 0.8, "an older process holds the memory"
-        )
-    if log.has("mig") and not _spread(cause, log):
-        return _machine(replace(cause, id="node_misconfigured"), 0.8, "its GPUs are cut into slices")
-    if log.has("foreign_process"):
-        return _machine(
-            replace(cause, id="gpu_memory_held_by_other_process"), 0.78, "a process of somebody else holds it"
-        )
-    for one in cause.findings:
-        held = _OTHERS_MEMORY.search(one.text)
-        if held and float(held[1]) > float(held[2]):
-            return _passing(
-                cause, "gpu_memory_held_by_other_process", "restart_in_place", 0.74, "another process holds most of it"
-            )
-    if log.has("again") or _spread(cause, log):
-        return replace(
-            cause, id="cuda_oom_deterministic", weight=cause.weight + 0.08, why="it comes again at the same place"
-        )
-    return cause
-
-
-def _host_memory(cause: Cause, log: Log) -> Cause:
-    if "noisy_system_daemon" in log.findings:
-        return replace(cause, weight=0.6, why="the killed process was the victim")
-    machine = "kernel_memory_leak" in log.findings or log.has("peers_normal")
-    if machine and any("memcg" not in one.text.lower() and "cgroup" not in one.text for one in cause.findings):
-        return _machine(replace(cause, id="host_memory_taken"), 0.8, "the job's processes are as large as everywhere")
-    victims = {name for one in cause.findings for name in _VICTIM.findall(one.text)}
-    if victims and not any(map(_OWN_PROGRAM.search, victims)):
-        if not _died(log):
-            harm = {"category": "none", "action": "no_action", "transient": False}
-            return replace(cause, id="benign_kernel_noise", weight=0.6, why="it was no process of the job", **harm)
-        return replace(
-            cause, weight=0.6, category="infrastructure", action="isolate_and_verify", why="it was no training process"
-        )
-    return replace(cause, id="host_out_of_memory")
-
-
 def _app_fault(cause: Cause, log: Log) -> Cause:
     """Illegal accesses are the program's, unless one GPU alone makes them again and again."""
-    if _spread(cause, log) or any(one.frame for one in cause.findings):
+    if spread(cause, log) or any(one.frame for one in cause.findings):
         return replace(
             cause,
             weight=cause.weight + 0.12,
-            why="the same on every rank" if _spread(cause, log) else "a line of the user's code makes it",
+            why="the same on every rank" if spread(cause, log) else "a line of the user's code makes it",
         )
     repeated = log.has("again") or log.has("many_times") or log.counts["graphics_exception"] > 1
     if log.has("only_here") and repeated:
-        return _machine(cause, cause.weight + 0.1, "only this GPU makes it, again and again", "isolate_and_verify")
+        return machine(cause, cause.weight + 0.1, "only this GPU makes it, again and again", "isolate_and_verify")
     return cause
 
 
@@ -309,8 +182,8 @@ def _data_value(cause: Cause, log: Log) -> Cause:
 
 
 def _data_file(cause: Cause, log: Log) -> Cause:
-    if cause.id == "missing_shard" and _spread(cause, log):
-        return _users(replace(cause, id="wrong_data_path"), cause.weight, "no rank finds it")
+    if cause.id == "missing_shard" and spread(cause, log):
+        return users(replace(cause, id="wrong_data_path"), cause.weight, "no rank finds it")
     return cause
 
 
@@ -318,7 +191,7 @@ def _python(cause: Cause, log: Log) -> Cause:
     first = cause.findings[0]
     name = first.fields.get("thing", "Error").rpartition(".")[2]
     if name.endswith(_OF_CONNECTIONS):
-        return _passing(cause, "connection_lost", "retry_with_backoff", 0.5, "connections fail and come back")
+        return passing(cause, "connection_lost", "retry_with_backoff", 0.5, "connections fail and come back")
     file = where.data_file(first.text)
     if file and not file.endswith((".json", ".txt")):
         return replace(
@@ -353,7 +226,7 @@ def _port(cause: Cause, log: Log) -> Cause:
 
 def _switch(cause: Cause, log: Log) -> Cause:
     if log.has("recovered") or log.has("link_up"):
-        return _passing(cause, "network_switch_restarted", "retry_with_backoff", cause.weight, "it came back")
+        return passing(cause, "network_switch_restarted", "retry_with_backoff", cause.weight, "it came back")
     return replace(cause, action="retry_with_backoff", transient=None, why="a switch is no node")
 
 
@@ -365,19 +238,19 @@ def _remote(cause: Cause, log: Log) -> Cause:
 
 def _unreachable(cause: Cause, log: Log) -> Cause:
     if log.has("only_here"):
-        return _machine(cause, cause.weight + 0.1, "only one machine is affected")
+        return machine(cause, cause.weight + 0.1, "only one machine is affected")
     return replace(cause, action="investigate", transient=None)
 
 
 def _shm(cause: Cause, log: Log) -> Cause:
     if log.has("only_here"):
-        return _machine(cause, cause.weight, "only one machine is affected")
+        return machine(cause, cause.weight, "only one machine is affected")
     return cause
 
 
 def _crash(cause: Cause, log: Log) -> Cause:
     if log.has("only_here") and log.has("again"):
-        return _machine(cause, cause.weight + 0.05, "only this machine, again and again", "isolate_and_verify")
+        return machine(cause, cause.weight + 0.05, "only this machine, again and again", "isolate_and_verify")
     return cause
 
 
@@ -387,9 +260,9 @@ def _loader_killed(cause: Cause, log: Log) -> Cause:
 
 def _rendezvous(cause: Cause, log: Log) -> Cause:
     if log.has("pulling_image") or (log.has("restarted") and log.has("recovered")) or log.went_on:
-        return _passing(cause, "rendezvous_timeout_once", "restart_in_place", 0.62, "a node was late")
+        return passing(cause, "rendezvous_timeout_once", "restart_in_place", 0.62, "a node was late")
     if any(re.search(r"joined|arrived|connected", one.text) for one in cause.findings):
-        return _passing(cause, "rendezvous_timeout", "retry_with_backoff", 0.5, "some nodes were late or missing")
+        return passing(cause, "rendezvous_timeout", "retry_with_backoff", 0.5, "some nodes were late or missing")
     return cause
 
 
@@ -446,14 +319,14 @@ _FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
     "ecc": _ecc,
     "evicted": _evicted,
     "fabric": _fabric,
-    "gpu_oom": _gpu_memory,
-    "host_oom": _host_memory,
+    "gpu_oom": numbers.gpu_memory,
+    "host_oom": numbers.host_memory,
     "killed": _killed,
     "link": _link,
     "loader_killed": _loader_killed,
     "long_work": _long_work,
     "names": _scope,
-    "nan": _nan,
+    "nan": numbers.nan,
     "native_crash": _crash,
     "port": _port,
     "python": _python,
@@ -465,7 +338,7 @@ _FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
     "scope": _scope,
     "scope_io": _scope_io,
     "scope_one": _scope_one,
-    "sdc": _sdc,
+    "sdc": numbers.sdc,
     "shm": _shm,
     "storage_stall": _storage,
     "switch": _switch,
