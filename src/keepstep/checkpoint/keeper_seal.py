@@ -13,7 +13,7 @@ from keepstep.checkpoint import pair
 from keepstep.checkpoint.exceptions import CheckpointError, SlotInvalid
 from keepstep.checkpoint.slot import Slot, Version
 
-CALM_SHARE = 0.02
+CALM_SHARE = 0.005
 """Share of a core that sealing is meant to take where no other node waits for the checksums."""
 CALM_PAUSE_S = 1.0
 """It pauses for this long at most; a version that stays is without checksums no longer than that."""

@@ -8,6 +8,7 @@ our own in between.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import struct
@@ -201,7 +202,9 @@ def widen(sock: socket.socket) -> None:
             sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
 
 
+@functools.cache
 def _ceiling(name: str) -> int:
+    """To which size the kernel lets a socket's buffer grow by itself."""
     try:
         return int(Path(f"/proc/sys/net/ipv4/{name}").read_text().split()[2])
     except (OSError, ValueError, IndexError):

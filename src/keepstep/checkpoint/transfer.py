@@ -16,9 +16,10 @@ as either.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from keepstep.checkpoint import sums
@@ -48,6 +49,8 @@ ASK_AGAIN = 3
 """How often damaged chunks of one transfer are asked for again."""
 MAX_RANGES = 512
 """Stretches of chunks in one request; a receiver that misses more asks for the stretches between them, too."""
+BESIDE_FROM = 16
+"""Chunks from which on one is checked while the next is received; for fewer a thread would cost more than it saves."""
 PREPARE_S = 300.0
 """How long a receiver may take to allocate the memory for a version."""
 
@@ -227,6 +230,25 @@ def _pull(
 ) -> None:
     """Ask for chunks and take them; what was received before the connection breaks is checked in any case."""
     line.say(Want(ranges=tuple(ranges)))
+    line.expect(sum(arrival.nbytes(first, behind) for first, behind in ranges))
+    numbers = [number for first, behind in ranges for number in range(first, behind)]
+    size, done = arrival.passport.size - HEADER, arrival.received
+    with _checking(arrival, beside=len(numbers) >= BESIDE_FROM) as check:
+        for number in numbers:
+            arrival.check_alone()
+            with arrival.view(number) as view:
+                line.read_into(view)
+                done += len(view)
+            check(number)
+            progress(min(done, size), size)
+
+
+@contextlib.contextmanager
+def _checking(arrival: Arrival, *, beside: bool) -> Iterator[Callable[[int], object]]:
+    """What to call with each chunk that is here; all are checked at the end of the block."""
+    if not beside:
+        yield arrival.check
+        return
     full: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
     def check() -> None:
@@ -235,17 +257,8 @@ def _pull(
 
     checker = threading.Thread(target=check, name="keepstep-check", daemon=True)
     checker.start()
-    size, done = arrival.passport.size - HEADER, arrival.received
-    line.expect(sum(arrival.nbytes(first, behind) for first, behind in ranges))
     try:
-        for first, behind in ranges:
-            for number in range(first, behind):
-                arrival.check_alone()
-                with arrival.view(number) as view:
-                    line.read_into(view)
-                    done += len(view)
-                full.put(number)
-                progress(min(done, size), size)
+        yield full.put
     finally:
         full.put(None)
         checker.join()

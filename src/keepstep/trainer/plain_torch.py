@@ -6,6 +6,7 @@ starts, not when it has to be restored.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 import sys
@@ -111,8 +112,9 @@ def _lower_dict(value: dict[Any, Any], path: str, depth: int) -> dict[Any, Any]:
 
 
 def _lower_tuple(value: tuple[Any, ...], path: str, depth: int) -> Ext:
-    if len(value) >= _WORDS_FROM and all(type(item) is int and 0 <= item < 2**32 for item in value):
-        return Ext(_WORDS, struct.pack(f"<{len(value)}I", *value))
+    if len(value) >= _WORDS_FROM and set(map(type, value)) == {int}:
+        with contextlib.suppress(struct.error):  # some item is no 32-bit word
+            return Ext(_WORDS, struct.pack(f"<{len(value)}I", *value))
     return Ext(_TUPLE, _encode([_lower(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]))
 
 
