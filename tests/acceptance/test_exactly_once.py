@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 from tests.acceptance.checks import MakeCluster, assert_log_folds_to_one_state
 
-from keepstep.cli.demo_proc import words_of
-
 pytest.importorskip("torchdata", reason="torchdata is not installed")
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(240)]
@@ -42,8 +40,6 @@ def test_killed_ranks_leave_no_sample_out_and_use_none_twice(tmp_path: Path, mak
     for rank, behind in KILLS:
         cluster.until(cluster.watch.settled, STEP_LIMIT_S, "calm")
         cluster.until(lambda: cluster.watch.standbys_on("node-0") == 1, STEP_LIMIT_S, "a standby")
-        shown = {rank: words_of(cluster.pid_of(rank)) for rank in range(WORLD)}
-        assert shown == {rank: f"keepstep: rank {rank} of job job (exact_train.py)" for rank in range(WORLD)}
         cluster.until(lambda behind=behind: cluster.floor() > behind, STEP_LIMIT_S, f"step {behind}")  # type: ignore[misc]
         (victim,) = [s["pid"] for s in cluster.slots("node-0") if s["role"] == "worker" and s["rank"] == rank]
         os.kill(victim, signal.SIGKILL)
