@@ -22,6 +22,7 @@ NOTE = "<!-- Written by docs/generate.py from the code. Change the code and run 
 def pages() -> dict[str, str]:
     """File name below ``docs/reference`` to content, for every generated page."""
     import reference_cli
+    import reference_codes
     import reference_machines
 
     return {
@@ -30,6 +31,7 @@ def pages() -> dict[str, str]:
         "settings.md": NOTE + setting_tables(),
         "records.md": NOTE + record_tables(),
         "cli.md": NOTE + reference_cli.page(),
+        "codes.md": NOTE + reference_codes.page(),
         **reference_machines.pages(NOTE),
     }
 

@@ -54,12 +54,16 @@ def who(culprit: Culprit) -> str:
 
 
 def page_of_codes(known: Sequence[Meaning]) -> str:
+    """All readings of a code, the most likely one first; how to ask for one of them alone."""
     out = []
-    for one in known:
-        out += [one.code, f"  what: {one.what}"]
+    for number, one in enumerate(known):
+        order = "" if len(known) == 1 else "  (most likely)" if number == 0 else "  (or)"
+        out += [f"{one.code}{order}", f"  what: {one.what}"]
         out += [f"  whose: {one.category}"] if one.category else []
         out += [f"  do: {one.action}. {one.advice}"] if one.action else []
         out.append(f"  source: {one.source}")
+    if len(asks := dict.fromkeys(one.ask for one in known)) > 1:
+        out.append(f"to ask for one reading only: {' | '.join(asks)}")
     return "\n".join(out)
 
 
