@@ -18,7 +18,17 @@ from keepstep.agent.node import Node
 from keepstep.agent.programs import Programs
 from keepstep.agent.slots import Slot
 from keepstep.agent.workers import Workers
-from keepstep.model.actions import AnyAction, InjectFault, Join, KeepStandbys, KillProcess, StopJob, TakeStacks
+from keepstep.model.actions import (
+    AnyAction,
+    InjectFault,
+    Join,
+    KeepStandbys,
+    KillProcess,
+    SelfTest,
+    StopJob,
+    TaintCheckpoints,
+    TakeStacks,
+)
 from keepstep.model.facts import ActionDone, ActionFailed, StacksTaken
 from keepstep.model.ids import Rank, show_epoch
 from keepstep.model.topology import Member, Roster
@@ -82,6 +92,8 @@ class Supervisor:
                 self._start_stop(action)
             case TakeStacks():
                 self._spawn_task(self._look(action))
+            case SelfTest() | TaintCheckpoints():
+                self._finish(action, "this agent cannot do that")
             case InjectFault():
                 # Remembered first: a fault that hits this very agent must not be repeated by the next one.
                 self._finish(action, self._faults.why_not(action) or "")

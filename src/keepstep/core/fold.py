@@ -6,6 +6,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
+from keepstep.core.fold_decisions import fold_decision
 from keepstep.core.fold_facts import fold_fact, recount
 from keepstep.core.health.machine import NODE
 from keepstep.core.recover.incident import INCIDENT
@@ -30,18 +31,23 @@ from keepstep.model.actions import Join, KeepStandbys, KillProcess, StopJob, Tak
 from keepstep.model.ids import Nanos, NodeId
 from keepstep.model.records import (
     AnyRecord,
+    AutomationMoved,
     DeadlineSet,
     EpochOpened,
+    IncidentMarked,
     IncidentMeasured,
     IncidentMoved,
     IncidentOpened,
+    InvestigationMoved,
     JobMoved,
     NodeMoved,
     Noted,
     Observed,
     Ordered,
     PlanMade,
+    ProposalMoved,
     StandbyMoved,
+    StragglerNoted,
     SuspectNamed,
 )
 from keepstep.model.topology import Roster
@@ -93,6 +99,8 @@ def fold(job: Job, record: AnyRecord) -> None:
             job.incidents[record.incident] = replace(job.incidents[record.incident], measured=record)
         case Noted():
             pass
+        case ProposalMoved() | AutomationMoved() | IncidentMarked() | InvestigationMoved() | StragglerNoted():
+            fold_decision(job, record)
         case _:
             assert_never(record)
 
@@ -165,6 +173,9 @@ def _suspect_named(job: Job, record: SuspectNamed) -> None:
         node=record.node if louder else incident.node,
         probability=record.probability if louder else incident.probability,
         reason=record.reason if louder else incident.reason,
+        root_cause=record.root_cause if louder else incident.root_cause,
+        code=record.code if louder else incident.code,
+        similar=record.similar if louder else incident.similar,
         suspects=tuple(sorted({*incident.suspects, *blamed})),
         evidence=(*incident.evidence, *record.evidence)[:EVIDENCE_KEPT],
         named=(*incident.named, *keys),
@@ -196,6 +207,8 @@ def _epoch_opened(job: Job, record: EpochOpened) -> None:
     job.started = {}
     job.refused = {}
     job.restoring = {}
+    job.paces = {}
+    job.stragglers = {}
     # A newcomer says anew whether it lacks a copy.
     staying = {member.rank for member in roster.members if not member.newcomer and roster.mode == "in_process"}
     job.gaps = {rank: gap for rank, gap in job.gaps.items() if rank in staying}

@@ -7,7 +7,7 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from keepstep.core.fold_checkpoints import fold_checkpoint
-from keepstep.core.state import Job, Link, Node, Progress, Store, seat_key
+from keepstep.core.state import PACES_KEPT, Job, Link, Node, Progress, Store, seat_key
 from keepstep.model.actions import Join, KeepStandbys
 from keepstep.model.facts import (
     ActionDone,
@@ -23,15 +23,18 @@ from keepstep.model.facts import (
     JobSubmitted,
     LeaseExpired,
     LeaseRenewed,
+    OperatorSaid,
     RankAdvanced,
     RankDone,
     RankJoined,
     RankResumed,
+    RanksPaced,
     RankStalled,
     RecoveredLocally,
     RestoreMoved,
     ResumeFailed,
     SdkAttached,
+    SelfTestDone,
     StacksRequested,
     StacksTaken,
     StallEnded,
@@ -54,8 +57,11 @@ def fold_fact(job: Job, fact: AnyFact) -> None:
     match fact:
         case JobSubmitted() | StopRequested() | InjectRequested() | StacksRequested() | TimePassed() | StandbyReady():
             pass  # what follows from them is in the records behind
-        case GuardNoted():
-            pass  # the SDK has acted by itself; this tells the story
+        case OperatorSaid() | GuardNoted() | SelfTestDone():
+            pass  # what follows from them is in the records behind, or the SDK has acted by itself
+        case RanksPaced():
+            if fact.epoch == job.epoch and job.in_roster(fact.node):
+                job.paces[fact.node] = (*job.paces.get(fact.node, ()), fact)[-PACES_KEPT:]
         case CheckpointNoted():
             fold_checkpoint(job, fact)
         case RecoveredLocally():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
+from keepstep.core.decide.operator import operator_said
 from keepstep.core.detect import deadlines
 from keepstep.core.detect.leases import (
     agent_disconnected,
@@ -15,6 +16,7 @@ from keepstep.core.detect.leases import (
     reconcile_time_is_over,
 )
 from keepstep.core.detect.restores import restore_moved
+from keepstep.core.detect.stragglers import ranks_paced
 from keepstep.core.draft import Draft, nanos
 from keepstep.core.inject import inject
 from keepstep.core.locate.assess import (
@@ -31,6 +33,7 @@ from keepstep.core.locate.assess import (
     store_lost,
 )
 from keepstep.core.locate.look import stacks_requested
+from keepstep.core.locate.sdc import guard_noted, self_test_done
 from keepstep.core.recover.adopt import adopt, deputy_stays_silent
 from keepstep.core.recover.end import stop
 from keepstep.core.recover.progress import check_progress, rank_resumed, settled
@@ -50,15 +53,18 @@ from keepstep.model.facts import (
     JobSubmitted,
     LeaseExpired,
     LeaseRenewed,
+    OperatorSaid,
     RankAdvanced,
     RankDone,
     RankJoined,
     RankResumed,
+    RanksPaced,
     RankStalled,
     RecoveredLocally,
     RestoreMoved,
     ResumeFailed,
     SdkAttached,
+    SelfTestDone,
     StacksRequested,
     StacksTaken,
     StallEnded,
@@ -132,7 +138,15 @@ def respond(draft: Draft, fact: AnyFact) -> None:
             adopt(draft, fact)
         case StoreLost():
             store_lost(draft, fact)
-        case CheckpointNoted() | GuardNoted() | RankJoined():
+        case OperatorSaid():
+            operator_said(draft, fact)
+        case RanksPaced():
+            ranks_paced(draft, fact)
+        case GuardNoted():
+            guard_noted(draft, fact)
+        case SelfTestDone():
+            self_test_done(draft, fact)
+        case CheckpointNoted() | RankJoined():
             pass  # on the board, and that is all
         case _:
             assert_never(fact)

@@ -16,6 +16,7 @@ from keepstep.model.actions import AnyAction
 from keepstep.model.facts import (
     CollectiveBroken,
     RankResumed,
+    RanksPaced,
     RankStalled,
     RestoreMoved,
     ResumeFailed,
@@ -26,7 +27,19 @@ from keepstep.model.facts import (
     WorkerFrozen,
 )
 from keepstep.model.ids import NO_EPOCH, ActionId, Epoch, IncidentId, JobId, Nanos, NodeId, Rank, SlotId
-from keepstep.model.records import Category, IncidentMeasured, IncidentState, JobState, NodeState, Rung, StandbyState
+from keepstep.model.records import (
+    Automation,
+    Category,
+    IncidentMeasured,
+    IncidentState,
+    InvestigationState,
+    JobState,
+    NodeState,
+    ProposalState,
+    Rung,
+    StandbyState,
+    StragglerNoted,
+)
 from keepstep.model.topology import JobSpec, Member, Roster
 
 TERMINAL = frozenset({"FINISHED", "FAILED", "STOPPED"})
@@ -36,6 +49,12 @@ EVIDENCE_KEPT = 32
 """Lines of evidence per incident."""
 USER_FAULTS_KEPT = 16
 NODE_FAULTS_KEPT = 8
+PROPOSALS_KEPT = 64
+INVESTIGATIONS_KEPT = 64
+HISTORY_KEPT = 64
+"""Lines of an investigation that are kept in memory."""
+PACES_KEPT = 8
+"""Windows of step times per node."""
 STORES_REMEMBERED = 4
 """Used stores that are not believed to be new when an agent names them again; agents close older ones."""
 
@@ -185,10 +204,63 @@ class Incident(Struct, frozen=True, kw_only=True):
     epoch: Epoch = NO_EPOCH
     user_faults: int = 0
     measured: IncidentMeasured | None = None
+    root_cause: str = ""
+    code: str = ""
+    similar: tuple[IncidentId, ...] = ()
+    acked: str = ""
+    """Who has seen it."""
+    merged: IncidentId | None = None
+    """The incident that a person says it is part of."""
 
     @property
     def open(self) -> bool:
         return self.state not in ("RESOLVED", "ESCALATED")
+
+
+class Proposal(Struct, frozen=True, kw_only=True):
+    """A change of living nodes, from its proposal to its end (``records.ProposalMoved``)."""
+
+    id: str
+    state: ProposalState
+    kind: str
+    incident: IncidentId | None
+    nodes: tuple[NodeId, ...]
+    ranks: tuple[Rank, ...]
+    probability: float
+    reason: str
+    evidence: tuple[str, ...]
+    rejected: tuple[str, ...]
+    cost_if_wrong: str
+    held: str
+    opened: Nanos
+    at: Nanos
+    by: str
+    why: str
+
+    @property
+    def open(self) -> bool:
+        return self.state in ("PROPOSED", "APPROVED")
+
+
+class Investigation(Struct, frozen=True, kw_only=True):
+    """Silent data corruption, from suspicion to verdict (``records.InvestigationMoved``)."""
+
+    id: str
+    state: InvestigationState
+    ranks: tuple[Rank, ...]
+    nodes: tuple[NodeId, ...]
+    tensor: str
+    step: int
+    since: int
+    probability: float
+    opened: Nanos
+    at: Nanos
+    why: str
+    history: tuple[str, ...] = ()
+
+    @property
+    def open(self) -> bool:
+        return self.state not in ("CONFIRMED", "CLEARED")
 
 
 class Job(Struct, kw_only=True):
@@ -260,6 +332,18 @@ class Job(Struct, kw_only=True):
     pace: str = ""
     """How the steps between snapshots were last chosen, in words; empty while they are as the job asked."""
     deadlines: dict[str, Nanos] = {}
+    automation: Automation | None = None
+    """What a person has set; the policy's mode where nobody has."""
+    proposals: dict[str, Proposal] = {}
+    proposal_count: int = 0
+    evicted: dict[NodeId, Nanos] = {}
+    """Living nodes that were taken out, and when."""
+    investigations: dict[str, Investigation] = {}
+    investigation_count: int = 0
+    paces: dict[NodeId, tuple[RanksPaced, ...]] = {}
+    """By node: the newest windows of the present epoch, oldest first."""
+    stragglers: dict[str, StragglerNoted] = {}
+    """By cause and ranks: those that are slow now."""
 
     def fork(self) -> Job:
         """A copy that can be changed without changing this one; costs a shallow copy of each table."""

@@ -7,7 +7,18 @@ from typing import assert_never
 
 from keepstep.core.locate.brief import brief
 from keepstep.core.locate.exits import words
-from keepstep.model.actions import AnyAction, InjectFault, Join, KeepStandbys, KillProcess, StopJob, TakeStacks
+from keepstep.core.summary_decisions import decision_words
+from keepstep.model.actions import (
+    AnyAction,
+    InjectFault,
+    Join,
+    KeepStandbys,
+    KillProcess,
+    SelfTest,
+    StopJob,
+    TaintCheckpoints,
+    TakeStacks,
+)
 from keepstep.model.facts import (
     ActionDone,
     ActionFailed,
@@ -22,15 +33,18 @@ from keepstep.model.facts import (
     JobSubmitted,
     LeaseExpired,
     LeaseRenewed,
+    OperatorSaid,
     RankAdvanced,
     RankDone,
     RankJoined,
     RankResumed,
+    RanksPaced,
     RankStalled,
     RecoveredLocally,
     RestoreMoved,
     ResumeFailed,
     SdkAttached,
+    SelfTestDone,
     StacksRequested,
     StacksTaken,
     StallEnded,
@@ -46,18 +60,23 @@ from keepstep.model.facts import (
 from keepstep.model.ids import Nanos, show_epoch
 from keepstep.model.records import (
     AnyRecord,
+    AutomationMoved,
     DeadlineSet,
     EpochOpened,
+    IncidentMarked,
     IncidentMeasured,
     IncidentMoved,
     IncidentOpened,
+    InvestigationMoved,
     JobMoved,
     NodeMoved,
     Noted,
     Observed,
     Ordered,
     PlanMade,
+    ProposalMoved,
     StandbyMoved,
+    StragglerNoted,
     SuspectNamed,
 )
 from keepstep.model.topology import fold_ranks
@@ -117,6 +136,16 @@ def fact_words(fact: AnyFact) -> str:
             return f"{fact.by} asks for stacks"
         case StacksTaken():
             return f"{fact.node}: stacks of {len(fact.processes)} processes"
+        case OperatorSaid():
+            return f"{fact.by} says {' '.join(filter(None, (fact.verb, fact.subject, fact.other)))}: {fact.why}"
+        case RanksPaced():
+            slowest = max(fact.ranks, key=lambda pace: pace.own_s, default=None)
+            most = f", rank {slowest.rank} took {slowest.own_s * 1e3:.1f} ms for itself" if slowest else ""
+            return f"{fact.node}: pace of {len(fact.ranks)} ranks in window {fact.window}{most}"
+        case SelfTestDone():
+            how = "could not be made" if fact.passed is None else "passed" if fact.passed else "FAILED"
+            why = "; ".join((*fact.failed, *([fact.why] if fact.why else [])))
+            return f"{fact.node}: self-test {fact.test} {how}{f': {why}' if why else ''}"
         case TimePassed():
             return "a deadline is due"
         case AgentJoined():
@@ -217,6 +246,8 @@ def record_words(record: AnyRecord) -> str:
             spans = (record.detect_ms, record.locate_ms, record.decide_ms, record.recover_ms)
             took = "detect {:.1f}, locate {:.1f}, decide {:.1f}, recover {:.1f} ms".format(*spans)
             return f"measured  {took}; {kept} survivors kept; {record.steps_lost} steps lost"
+        case ProposalMoved() | AutomationMoved() | IncidentMarked() | InvestigationMoved() | StragglerNoted():
+            return decision_words(record)
         case _:
             assert_never(record)
 
@@ -245,6 +276,11 @@ def action_words(action: AnyAction) -> str:
             return f"{action.node}: inject {action.fault}"
         case TakeStacks():
             return f"{action.node}: take the stacks of rank {fold_ranks(action.ranks)}, {action.why}"
+        case SelfTest():
+            return f"{action.node}: self-test {action.test} for {action.seconds:g} s, {action.why}"
+        case TaintCheckpoints():
+            verb = "clear the mark of" if action.clear else "mark as tainted"
+            return f"{action.node}: {verb} checkpoints of steps {action.since + 1} to {action.until}, {action.why}"
         case _:
             assert_never(action)
 

@@ -78,4 +78,37 @@ class TakeStacks(Action, frozen=True, kw_only=True):
     native: bool = False
 
 
-AnyAction = Join | KillProcess | KeepStandbys | StopJob | InjectFault | TakeStacks
+class SelfTest(Action, frozen=True, kw_only=True):
+    """Examine this node and report ``SelfTestDone``: work whose result is known from ``seed``.
+
+    Attributes:
+        test: ``gemm`` (integer-valued matrix products), ``memory``, or another name that ``keepstep.probes`` knows.
+        seed: the same one on two nodes makes their digests comparable.
+        seconds: budget; at least one round is done.
+        share: of the node's processors that it may take while ranks train there.
+    """
+
+    test: str
+    request: int
+    seed: int
+    seconds: float
+    why: str
+    share: float = 1.0
+
+
+class TaintCheckpoints(Action, frozen=True, kw_only=True):
+    """Mark what this node keeps of steps after ``since`` as tainted: not to be restored from unless a person says so.
+
+    Attributes:
+        since: committed steps of the newest state that is known to be clean.
+        until: committed steps of the newest state that may be tainted.
+        clear: take the mark away again; the investigation found nothing.
+    """
+
+    since: int
+    until: int
+    why: str
+    clear: bool = False
+
+
+AnyAction = Join | KillProcess | KeepStandbys | StopJob | InjectFault | TakeStacks | SelfTest | TaintCheckpoints

@@ -6,97 +6,64 @@ handles facts uses ``match`` with ``assert_never``.
 
 from __future__ import annotations
 
-from typing import Literal
+from keepstep.model.fact import Fact, SlotState, UserError
+from keepstep.model.facts_noted import CheckpointNoted, GuardNoted, RanksPaced, SelfTestDone, StacksTaken
+from keepstep.model.facts_people import (
+    InjectRequested,
+    JobSubmitted,
+    OperatorSaid,
+    StacksRequested,
+    StopRequested,
+    Verb,
+)
+from keepstep.model.ids import ActionId, Epoch, Rank, SlotId
+from keepstep.model.topology import Roster
 
-from msgspec import Struct
-
-from keepstep.model.ids import ActionId, Epoch, JobId, Nanos, NodeId, Rank, SlotId
-from keepstep.model.stacks import ProcessStacks
-from keepstep.model.topology import JobSpec, Roster
-
-
-class Fact(Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Base of all facts.
-
-    Attributes:
-        at: when it happened, by the observer's clock.
-        node: the observing node; empty for the controller's own facts and for people.
-        seq: the agent's report number, from 1, never reused by a node within a job; 0 for the controller's own facts.
-            The mind ignores a report whose number it has already folded, so re-sending is harmless.
-    """
-
-    job: JobId
-    at: Nanos
-    node: NodeId = NodeId("")
-    seq: int = 0
-
-
-class UserError(Struct, frozen=True, kw_only=True):
-    """An exception that left the user's code, as the SDK or the launcher stub saw it."""
-
-    type: str
-    message: str
-    file: str = ""
-    line: int = 0
-    function: str = ""
-    step: int | None = None
-    traceback: tuple[str, ...] = ()
-    consequence: bool = False
-    """True when the exception followed an aborted or broken collective: a victim, not a culprit."""
-
-    @property
-    def signature(self) -> str:
-        """Equal for two exceptions of the same type raised at the same place."""
-        return f"{self.type}@{self.file}:{self.line}"
-
-
-class SlotState(Struct, frozen=True, kw_only=True):
-    """One live process as a (re-)joining agent found it."""
-
-    slot: SlotId
-    pid: int
-    role: Literal["worker", "standby"]
-    rank: Rank | None = None
-    epoch: Epoch = Epoch(0)
-    parked: bool = False
-
-
-# ---------------------------------------------------------------- people and the controller itself
-
-
-class JobSubmitted(Fact, frozen=True, kw_only=True):
-    spec: JobSpec
+__all__ = [
+    "ActionDone",
+    "ActionFailed",
+    "AgentDisconnected",
+    "AgentJoined",
+    "AgentLeft",
+    "AnyFact",
+    "CheckpointNoted",
+    "CollectiveBroken",
+    "Fact",
+    "GuardNoted",
+    "InjectRequested",
+    "JobSubmitted",
+    "LeaseExpired",
+    "LeaseRenewed",
+    "OperatorSaid",
+    "RankAdvanced",
+    "RankDone",
+    "RankJoined",
+    "RankResumed",
+    "RankStalled",
+    "RanksPaced",
+    "RecoveredLocally",
+    "RestoreMoved",
+    "ResumeFailed",
+    "SdkAttached",
+    "SelfTestDone",
+    "SlotState",
+    "StacksRequested",
+    "StacksTaken",
+    "StallEnded",
+    "StandbyGone",
+    "StandbyReady",
+    "StopRequested",
+    "StoreLost",
+    "StoreReady",
+    "TimePassed",
+    "UserError",
+    "Verb",
+    "WorkerExited",
+    "WorkerFrozen",
+]
 
 
-class StopRequested(Fact, frozen=True, kw_only=True):
-    by: str
-    why: str
-
-
-class InjectRequested(Fact, frozen=True, kw_only=True):
-    """A person asked for a fault (chaos test). Refused unless the job was started with ``--allow-inject``."""
-
-    fault: Literal["kill", "freeze", "node-loss", "controller-loss", "store-loss", "exception", "slow"]
-    by: str
-    rank: Rank | None = None
-    target: NodeId | None = None
-    seconds: float = 0.0
-    number: int = 0
-
-
-class StacksRequested(Fact, frozen=True, kw_only=True):
-    """A person asked where the processes of a job stand.
-
-    Attributes:
-        ranks: only these; all where empty.
-        native: frames of C and C++ libraries, too; every process is stopped for a moment then.
-        number: names the request; the answers carry it.
-    """
-
-    by: str
-    ranks: tuple[Rank, ...] = ()
-    native: bool = False
-    number: int = 0
+# ---------------------------------------------------------------- the controller itself
 
 
 class TimePassed(Fact, frozen=True, kw_only=True):
@@ -123,48 +90,6 @@ class AgentJoined(Fact, frozen=True, kw_only=True):
     """The newest epoch this node has accepted."""
     slots: tuple[SlotState, ...] = ()
     version: str = ""
-
-
-class CheckpointNoted(Fact, frozen=True, kw_only=True):
-    """Something happened to a checkpoint that the story of a job should tell; nothing is decided upon it.
-
-    ``saved``: a generation is complete in ``tier``. ``verified``: it has been read back and matches its checksums.
-    ``skipped``: it was due, and could not be written. ``damaged``: a copy did not match its checksum, another holder
-    was used. ``gap``: a rank has had no replica for longer than a step. ``closed``: it has one again. ``interval``: the
-    steps between snapshots were chosen anew. ``expired``: retention removed it. ``restored``: a rank's state came from
-    ``tier``.
-    """
-
-    what: Literal["saved", "verified", "skipped", "damaged", "gap", "closed", "interval", "expired", "restored"]
-    tier: Literal["memory", "peer", "local", "remote"]
-    step: int
-    rank: Rank | None = None
-    why: str = ""
-    bytes: int = 0
-    seconds: float = 0.0
-
-
-class GuardNoted(Fact, frozen=True, kw_only=True):
-    """The SDK's guard saw something in the numbers of training, or did something about it; nothing is decided upon it.
-
-    ``nonfinite``: a loss or gradient is NaN or infinite. ``spike``: one is far outside its recent past. ``replicas``:
-    ranks that must hold the same do not. ``rolled_back``: an older state was put back on all ranks. ``skipped``: an
-    update was left out. ``gone``: the step came out well when it was done again. ``kept``: a copy to go back to is kept
-    from now on. ``alone``: there are no replicas to compare.
-
-    Attributes:
-        step: index of the step, from 0.
-        ranks: those it was seen on; empty where nobody can be named.
-        tensor: the first parameter or optimizer tensor concerned.
-        since: committed steps of the newest state that is known to be clean; what was saved of later ones is tainted.
-    """
-
-    what: Literal["nonfinite", "spike", "replicas", "rolled_back", "skipped", "gone", "kept", "alone"]
-    step: int
-    why: str
-    ranks: tuple[Rank, ...] = ()
-    tensor: str = ""
-    since: int | None = None
 
 
 class AgentDisconnected(Fact, frozen=True, kw_only=True):
@@ -234,6 +159,8 @@ class WorkerExited(Fact, frozen=True, kw_only=True):
     code: int | None = None
     signal: int | None = None
     stderr_tail: tuple[str, ...] = ()
+    first_error: tuple[str, ...] = ()
+    """The first lines of the process' output that told of an error: causes come early, echoes late."""
     error: UserError | None = None
     killed_by_us: bool = False
     """The agent itself ended it, on an order or after a verdict; not a new fault."""
@@ -277,14 +204,6 @@ class StallEnded(Fact, frozen=True, kw_only=True):
     slot: SlotId
     rank: Rank
     epoch: Epoch
-
-
-class StacksTaken(Fact, frozen=True, kw_only=True):
-    """Where the processes of this node's ranks stood, all within a few seconds."""
-
-    epoch: Epoch
-    request: int
-    processes: tuple[ProcessStacks, ...]
 
 
 class CollectiveBroken(Fact, frozen=True, kw_only=True):
@@ -384,6 +303,7 @@ AnyFact = (
     | StopRequested
     | InjectRequested
     | StacksRequested
+    | OperatorSaid
     | TimePassed
     | AgentJoined
     | CheckpointNoted
@@ -402,6 +322,8 @@ AnyFact = (
     | RankStalled
     | StallEnded
     | StacksTaken
+    | RanksPaced
+    | SelfTestDone
     | CollectiveBroken
     | RankJoined
     | RestoreMoved

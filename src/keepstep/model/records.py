@@ -34,7 +34,11 @@ NodeState = Literal[
 StandbyState = Literal["COLD", "CHECKING", "SLEEPING", "WAKING", "ACTIVE", "GONE"]
 Rung = Literal["in_process", "same_node", "replace_node", "restart_job", "requeue", "stop"]
 """The restart ladder, lowest first. ``same_node`` is in-process recovery with a cold process on the same node."""
-Category = Literal["infrastructure", "user_code", "transient", "unknown"]
+Category = Literal["infrastructure", "user_code", "data", "transient", "unknown"]
+Automation = Literal["observe", "assist", "auto", "frozen"]
+"""What may be done to nodes that live: nothing, only what a person approves, all within the limits, nothing at all."""
+ProposalState = Literal["PROPOSED", "APPROVED", "CARRIED_OUT", "REJECTED", "EXPIRED", "UNDONE"]
+InvestigationState = Literal["SUSPECTED", "REPLAY", "VOTE", "SOAK", "CONFIRMED", "CLEARED"]
 
 
 class Record(Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -93,6 +97,12 @@ class SuspectNamed(Record, frozen=True, kw_only=True):
     probability: float
     reason: str
     evidence: tuple[str, ...]
+    root_cause: str = ""
+    """In the words of the diagnosis; empty where only positions and exits spoke."""
+    code: str = ""
+    """Of the rule or the catalogue entry, for ``keepstep explain CODE``."""
+    similar: tuple[IncidentId, ...] = ()
+    """Earlier incidents of the same cause, newest first."""
 
 
 class PlanMade(Record, frozen=True, kw_only=True):
@@ -146,6 +156,91 @@ class IncidentMeasured(Record, frozen=True, kw_only=True):
     replaced: tuple[Rank, ...]
 
 
+class ProposalMoved(Record, frozen=True, kw_only=True):
+    """A change of nodes that are alive (swap, eviction): proposed by the mind, decided by the limits or by a person.
+
+    Attributes:
+        proposal: its id, derived from the job and a number.
+        incident: that it belongs to, if it came out of one.
+        nodes: that are to go.
+        by: who moved it: ``auto`` or a person.
+        held: why the limits did not let it pass by itself; empty where they did.
+    """
+
+    proposal: str
+    to: ProposalState
+    by: str
+    why: str
+    kind: Literal["swap", "evict"] = "swap"
+    incident: IncidentId | None = None
+    nodes: tuple[NodeId, ...] = ()
+    ranks: tuple[Rank, ...] = ()
+    probability: float = 0.0
+    evidence: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
+    cost_if_wrong: str = ""
+    held: str = ""
+
+
+class AutomationMoved(Record, frozen=True, kw_only=True):
+    to: Automation
+    by: str
+    why: str
+
+
+class IncidentMarked(Record, frozen=True, kw_only=True):
+    """A person has seen an incident, or says that it is part of another one. Changes no machine."""
+
+    incident: IncidentId
+    mark: Literal["acked", "merged", "undone"]
+    by: str
+    why: str
+    other: IncidentId | None = None
+
+
+class InvestigationMoved(Record, frozen=True, kw_only=True):
+    """Silent data corruption: what is known, step by step.
+
+    Attributes:
+        investigation: its id, derived from the job and a number.
+        step: at which it was seen.
+        since: committed steps of the newest clean state.
+        evidence: new with this move.
+    """
+
+    investigation: str
+    to: InvestigationState
+    by: str
+    why: str
+    ranks: tuple[Rank, ...] = ()
+    nodes: tuple[NodeId, ...] = ()
+    tensor: str = ""
+    step: int = 0
+    since: int = 0
+    probability: float = 0.0
+    evidence: tuple[str, ...] = ()
+
+
+class StragglerNoted(Record, frozen=True, kw_only=True):
+    """Ranks are slow, or not any more (``over``), and why; nobody is evicted by this record.
+
+    Attributes:
+        cause: ``data``, ``gc``, ``input``, ``pipeline``, ``thermal``, ``starved``, ``link``, ``node``, ``device``.
+        slowdown: of the whole job: 1.2 is a fifth longer than without them.
+        peer: the other node of a slow pair.
+    """
+
+    cause: str
+    ranks: tuple[Rank, ...]
+    nodes: tuple[NodeId, ...]
+    slowdown: float
+    probability: float
+    why: str
+    evidence: tuple[str, ...] = ()
+    peer: NodeId | None = None
+    over: bool = False
+
+
 AnyRecord = (
     Observed
     | JobMoved
@@ -160,6 +255,11 @@ AnyRecord = (
     | DeadlineSet
     | Noted
     | IncidentMeasured
+    | ProposalMoved
+    | AutomationMoved
+    | IncidentMarked
+    | InvestigationMoved
+    | StragglerNoted
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
 
 
@@ -29,6 +31,18 @@ class Policy(Struct, frozen=True, kw_only=True):
         capacity_s: how long a job waits for a node when there is no standby, before it asks to be requeued.
         node_faults_to_suspect: process faults of one node within ``node_fault_window_s`` after which its next fault is
             treated as the node's.
+        mode: what may be done to nodes that are alive: ``observe`` (said, not done), ``assist`` (done when a person
+            approves), ``auto`` (done within the limits below). What is dead is replaced in every mode.
+        evictions_per_hour: breaker: more living nodes than this are not taken out of one job by automation in an hour.
+        evictions_per_domain: nor more than this of one fault domain (rack) at the same time; above it the domain is
+            the suspect.
+        protected: nodes that automation never takes out.
+        approve_s: how long a proposal waits for a person.
+        pace_window_s: length of one window of step times; 0 measures none.
+        pace_windows: windows in a row in which a rank must be slow before it is called so.
+        slow_share: how much longer than the median a rank's own time must be, as a share of the step.
+        swap_gain: share of the job's time that a planned swap must win back before it is proposed.
+        boundary_s: how long a planned swap waits for ranks to reach the end of their step.
     """
 
     lease_s: float = 10.0
@@ -47,6 +61,16 @@ class Policy(Struct, frozen=True, kw_only=True):
     capacity_s: float = 300.0
     node_faults_to_suspect: int = 3
     node_fault_window_s: float = 600.0
+    mode: Literal["observe", "assist", "auto"] = "auto"
+    evictions_per_hour: int = 4
+    evictions_per_domain: int = 2
+    protected: tuple[str, ...] = ()
+    approve_s: float = 86_400.0
+    pace_window_s: float = 30.0
+    pace_windows: int = 5
+    slow_share: float = 0.1
+    swap_gain: float = 0.05
+    boundary_s: float = 30.0
 
 
 class CheckpointPolicy(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,40 @@
+"""One line of text per decision about living nodes, for people."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from keepstep.model.records import (
+    AutomationMoved,
+    IncidentMarked,
+    InvestigationMoved,
+    ProposalMoved,
+    StragglerNoted,
+)
+from keepstep.model.topology import fold_ranks
+
+Decision = ProposalMoved | AutomationMoved | IncidentMarked | InvestigationMoved | StragglerNoted
+
+
+def decision_words(record: Decision) -> str:
+    match record:
+        case ProposalMoved():
+            what = f"{record.kind} {', '.join(record.nodes)} " if record.nodes else ""
+            held = f" (held: {record.held})" if record.held else ""
+            return f"proposal  {record.proposal} {what}{record.to} by {record.by}: {record.why}{held}"
+        case AutomationMoved():
+            return f"mode      {record.to} by {record.by}: {record.why}"
+        case IncidentMarked():
+            into = f" into {record.other}" if record.other else ""
+            return f"incident  {record.incident} {record.mark}{into} by {record.by}: {record.why}"
+        case InvestigationMoved():
+            who = f" rank {fold_ranks(record.ranks)}" if record.ranks else ""
+            more = "".join(f"; {line}" for line in record.evidence)
+            return f"sdc       {record.investigation}{who} {record.to}: {record.why}{more}"
+        case StragglerNoted():
+            who = f"rank {fold_ranks(record.ranks)}" if record.ranks else f"node {', '.join(record.nodes)}"
+            if record.over:
+                return f"pace      {who}: no longer slow ({record.cause}): {record.why}"
+            return f"pace      {who} slow ({record.cause}), the job takes {record.slowdown:.2f} x as long: {record.why}"
+        case _:
+            assert_never(record)

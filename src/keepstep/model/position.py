@@ -1,0 +1,64 @@
+"""Positions: which collective each group of a rank has come to, as the rank itself saw it.
+
+A synchronous program launches the same operations in the same order on all members of a group. Comparing what each
+member launched last therefore tells who has not come, and who has launched something else.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from keepstep.model.ids import Rank, SlotId
+
+
+class Collective(Struct, frozen=True, kw_only=True):
+    """One operation.
+
+    Attributes:
+        sequence: its number within the group, from 1.
+        op: ``all_reduce``, ``all_gather``, ``barrier``, ``send``... as torch names it.
+        elements: of the input of this rank; 0 where the operation has none.
+        dtype: ``float32``...; empty where the operation has no tensor.
+        peer: the other rank of a point-to-point operation.
+        age_s: since it was launched.
+    """
+
+    sequence: int
+    op: str
+    elements: int = 0
+    dtype: str = ""
+    peer: Rank | None = None
+    age_s: float = 0.0
+
+    @property
+    def signature(self) -> tuple[str, int, str]:
+        """Equal on all members for operations that take the same input everywhere."""
+        return self.op, self.elements, self.dtype
+
+
+class GroupPosition(Struct, frozen=True, kw_only=True):
+    """One group.
+
+    Attributes:
+        group: torch's name of it.
+        ranks: its members, by their rank in the world.
+        launched, finished: operations so far.
+        last: the newest operation that was launched.
+    """
+
+    group: str
+    ranks: tuple[Rank, ...]
+    launched: int
+    finished: int
+    last: Collective | None = None
+
+
+class RankPosition(Struct, frozen=True, kw_only=True):
+    """All groups of one rank. ``source``: the SDK's own hook, or torch's flight recorder."""
+
+    rank: Rank
+    slot: SlotId
+    groups: tuple[GroupPosition, ...]
+    source: Literal["sdk", "flight-recorder"] = "sdk"
