@@ -34,6 +34,8 @@ while not (stop.exists() and stop.read_text()):  # made first, filled after that
 text = stop.read_text()
 if text == "raise":
     raise ValueError("bad batch")
+if text != "0":
+    print("fatal: told to fail", file=sys.stderr)
 sys.exit(int(text))
 """
 
@@ -132,6 +134,8 @@ def test_exits_are_told_at_once_with_their_story(node_dir: Path, tmp_path: Path)
             assert raised.error is not None
             assert (raised.error.type, raised.error.message) == ("ValueError", "bad batch")
             assert raised.stderr_tail[-1] == "ValueError: bad batch"
+            assert raised.first_error[0].startswith("Traceback")
+            assert raised.first_error[-1] == "ValueError: bad batch"
             controller.order(stop_job(code=1, why="rank 1 failed", category="user_code"))
             assert await agent.ended() == 1
             exit_json = json.loads((agent.run_dir / "exit.json").read_text())
@@ -186,6 +190,7 @@ def test_agent_killed_and_started_again_finds_its_workers(node_dir: Path, tmp_pa
             await agent.start()
             back = await controller.wait(WorkerExited)
             assert (back.rank, back.code, back.signal) == (1, 5, None)
+            assert back.first_error == ("fatal: told to fail",)
             assert back.seq > controller.acked["n0"] - 1
             assert agent.pid_of("r0e65536") == pids[0]
             assert controller.hellos[0].boot != controller.hellos[-1].boot

@@ -16,6 +16,7 @@ from keepstep.agent.beats import committed, create_beat
 from keepstep.agent.console import Console
 from keepstep.agent.exceptions import SpawnRefused
 from keepstep.agent.files import tail_lines
+from keepstep.agent.first_error import first_error, size
 from keepstep.agent.node import Node
 from keepstep.agent.shimlink import ShimLink
 from keepstep.agent.slots import Role, Slot
@@ -171,6 +172,7 @@ class Programs:
         }
 
     async def _start(self, slot: Slot, request: dict[str, Any]) -> None:
+        slot.out_from, slot.err_from = size(slot.out), size(slot.err)
         # In the table before it is asked for: if we die in between, the next agent asks the shim about it.
         self._node.table.add(slot)
         if slot.is_program:
@@ -274,6 +276,7 @@ class Programs:
         fact: WorkerExited | None = None
         match slot.role:
             case "worker":
+                said = first_error(slot.err, slot.out, slot.err_from, slot.out_from) if _ends_badly(slot, code) else ()
                 fact = self._node.report(
                     WorkerExited,
                     slot=slot.id,
@@ -282,6 +285,7 @@ class Programs:
                     code=code,
                     signal=number,
                     stderr_tail=tail_lines(slot.err, STDERR_LINES) if code != 0 else (),
+                    first_error=said,
                     error=slot.failure or read_error(slot.error_file),
                     killed_by_us=slot.doomed,
                 )
@@ -336,6 +340,11 @@ class Programs:
                 while any(name in self._node.table for name in slots):
                     self._changed.clear()
                     await self._changed.wait()
+
+
+def _ends_badly(slot: Slot, code: int | None) -> bool:
+    """Whether its output may say why: it failed, and not because we ended it."""
+    return code != 0 and (not slot.doomed or bool(slot.why_ended))
 
 
 def read_error(path: str) -> UserError | None:

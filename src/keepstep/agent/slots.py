@@ -37,6 +37,9 @@ class Slot(Struct, kw_only=True):
     out: str
     err: str
     error_file: str = ""
+    out_from: int = 0
+    """Bytes of ``out`` before this process: one that had the rank before it may have written into the same file."""
+    err_from: int = 0
     pid: int = 0
     start: int = 0
     rank: Rank | None = None
