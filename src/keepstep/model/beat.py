@@ -1,4 +1,4 @@
-"""Heartbeat memory: 16 words of 8 bytes that the trainer stores into and the agent reads. No system call, no lock.
+"""Heartbeat memory: 32 words of 8 bytes that the trainer stores into and the agent reads. No system call, no lock.
 
 One file per slot under ``<node_dir>/beat/<slot>``, mapped by both. Words are native-endian signed 64-bit integers;
 each is written by exactly one thread and read whole, so a reader can be late but never see half a word.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-WORDS = 16
+WORDS = 32
 SIZE = WORDS * 8
 
 
@@ -38,9 +38,28 @@ class Word(IntEnum):
     """Bytes of this rank's state that have arrived in this epoch, from wherever it is restored."""
     RESTORING = 12
     """1 while more of them are to come."""
+    FIRST_NS = 13
+    """CLOCK_MONOTONIC of the first commit of this epoch; 0 before. All ranks commit at about the same time."""
+
+    # Sums over the life of the process, of steady steps only: from one commit to the next within one epoch, with
+    # nothing in between but training. Stored at a commit, all at once.
+    PACED = 14
+    """Steady steps."""
+    PACED_NS = 15
+    """Their duration, commit to commit."""
+    WAIT_NS = 16
+    """Of it, the training thread stood in collectives: it waited for other ranks or for the network."""
+    DATA_NS = 17
+    """It waited for data."""
+    GC_NS = 18
+    """Garbage collection by the interpreter."""
+    SAVE_NS = 19
+    """It was held up by snapshots."""
+    SIZE = 20
+    """Elements of input, as far as the data set of the SDK shows them."""
 
 
-LAYOUT = 0x4B53_0001
+LAYOUT = 0x4B53_0002
 
 
 class Phase(IntEnum):

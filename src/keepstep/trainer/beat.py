@@ -9,12 +9,20 @@ from pathlib import Path
 from time import monotonic_ns
 
 from keepstep.model.beat import LAYOUT, SIZE, Phase, Word
+from keepstep.trainer.spent import SPENT, Spent
 
 
 class Beat:
-    """The words of one slot. Without a path it is private memory: the same code then runs under no agent."""
+    """The words of one slot. Without a path it is private memory: the same code then runs under no agent.
 
-    def __init__(self, path: Path | None = None) -> None:
+    Args:
+        spent: where the time of this process's steps is counted.
+    """
+
+    def __init__(self, path: Path | None = None, spent: Spent = SPENT) -> None:
+        self._spent, self._before = spent, spent.sums()
+        self._steady = False
+        """Nothing but training since the last commit."""
         self._memory = mmap.mmap(-1, SIZE) if path is None else _map(path)
         self._words = memoryview(self._memory).cast("q")
         self._words[Word.PID] = os.getpid()
@@ -25,6 +33,8 @@ class Beat:
     def phase(self, phase: Phase) -> None:
         self._words[Word.PHASE] = phase
         self._words[Word.BEAT_NS] = monotonic_ns()
+        if phase is not Phase.STEP:
+            self._steady = False
 
     @property
     def current(self) -> Phase:
@@ -39,6 +49,8 @@ class Beat:
         self._words[Word.STEP] = step
         self._words[Word.STEP_NS] = 0
         self._words[Word.COMMIT_NS] = 0
+        self._words[Word.FIRST_NS] = 0
+        self._steady = False
         self._words[Word.ARRIVED] = 0
         self._words[Word.RESTORING] = 0
         self._words[Word.BEAT_NS] = monotonic_ns()
@@ -47,9 +59,26 @@ class Beat:
         words, now = self._words, monotonic_ns()
         before = words[Word.COMMIT_NS]
         words[Word.STEP_NS] = now - before if before else 0
+        self._account(now - before)
+        if not before:
+            words[Word.FIRST_NS] = now
         words[Word.COMMIT_NS] = now
         words[Word.STEP] = step
         words[Word.BEAT_NS] = now
+
+    def _account(self, took_ns: int) -> None:
+        """Add what the step took to the sums, if it was one like any other."""
+        words, before, after = self._words, self._before, self._spent.sums()
+        self._before = after
+        if self._steady:
+            words[Word.PACED_NS] += took_ns
+            words[Word.WAIT_NS] += after[0] - before[0]
+            words[Word.DATA_NS] += after[1] - before[1]
+            words[Word.GC_NS] += after[2] - before[2]
+            words[Word.SAVE_NS] += after[3] - before[3]
+            words[Word.SIZE] += after[4] - before[4]
+            words[Word.PACED] += 1
+        self._steady = True
 
     def collective(self, started: int, finished: int) -> None:
         words = self._words

@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from keepstep.trainer.places import Dealt
 from keepstep.trainer.places import Permutation as Permutation
+from keepstep.trainer.spent import SPENT
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -95,7 +96,10 @@ class StepData(Dealt, Generic[T_co]):
     def __next__(self) -> Any:
         if self.ended(self.position):
             raise StopIteration
-        samples = [self._dataset[index] for index in self.indices(self.position)]
-        batch = samples if self._collate is None else self._collate(samples)
+        batch = SPENT.fetch(self._take)
         self.position += self.stride
         return batch
+
+    def _take(self) -> Any:
+        samples = [self._dataset[index] for index in self.indices(self.position)]
+        return samples if self._collate is None else self._collate(samples)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from keepstep.trainer.exceptions import StateMismatch, StepMisused
 from keepstep.trainer.loader_torch import Begin, kept_random
+from keepstep.trainer.spent import SPENT
 
 LOADS = "_keepstep_loads"
 """Attribute of a registered loader: how often it has been given a state."""
@@ -81,7 +82,7 @@ class _Follower:
     def __next__(self) -> Any:
         if self._seen != (loads := getattr(self._loader, LOADS)):
             self._seen, self._inner = loads, self._anew()
-        return next(self._inner)
+        return SPENT.fetch(self._inner.__next__)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from keepstep.trainer.data import MapStyle
 from keepstep.trainer.places import Dealt
+from keepstep.trainer.spent import SPENT
 
 Key = tuple[int, int]
 """(place in the endless line, number in the data set)"""
@@ -111,7 +112,7 @@ class StepLoader(Dealt):
                     self._ahead.position = self.position
                     self._begin.on_main_thread = threading.current_thread() is threading.main_thread()
                     self._iterator = iter(self._loader)
-                batch = next(self._iterator)
+                batch = SPENT.fetch(self._iterator.__next__)
         except BaseException:
             self.close()  # torch's iterator would go on behind the batch that failed
             raise

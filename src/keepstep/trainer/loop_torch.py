@@ -38,6 +38,7 @@ from keepstep.trainer.pacing_torch import Pacing
 from keepstep.trainer.phases import Phases
 from keepstep.trainer.recovery_torch import Found, Restorer, everybody_is_here
 from keepstep.trainer.saver import Saver
+from keepstep.trainer.spent import SPENT
 from keepstep.trainer.steps import Step, require_entered
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ class Loop:
         session.losses.write(step.index, epoch, session.readable(loss))
         self._pacing.step()
         self._save(self._live)
+        SPENT.save_ns = int(session.snapshots.waited_s * 1e9)
         session.beat.commit(self.done)
         if problem is not None:
             step.committed = True

@@ -13,6 +13,7 @@ from keepstep.trainer.deal import Dealer, Piece, count
 from keepstep.trainer.exceptions import StateMismatch
 from keepstep.trainer.places import agreed, check_format, check_place, steps_within
 from keepstep.trainer.reader import Reader
+from keepstep.trainer.spent import SPENT
 
 S = TypeVar("S")
 
@@ -79,8 +80,7 @@ class StepShards(Generic[S]):
             raise StopIteration
         turn, todo = self._turn, self._unread(again=True)
         try:
-            samples = [self._next_sample() for _ in range(self._batch)]
-            batch = samples if self._collate is None else self._collate(samples)
+            batch = SPENT.fetch(self._take)
         except BaseException:
             self._reader = None  # as if this step had not begun: it may be tried again
             self._turn, self._todo = turn, todo
@@ -90,6 +90,10 @@ class StepShards(Generic[S]):
         return batch
 
     # ------------------------------------------------------------ reading
+
+    def _take(self) -> Any:
+        samples = [self._next_sample() for _ in range(self._batch)]
+        return samples if self._collate is None else self._collate(samples)
 
     def _next_sample(self) -> Any:
         while True:

@@ -11,6 +11,7 @@ from typing import Any
 
 from keepstep.trainer.places import agreed, check_format, check_place
 from keepstep.trainer.reader import Mark, Reader, keeps_position
+from keepstep.trainer.spent import SPENT
 
 KIND = "stream"
 FORMAT = 1
@@ -72,14 +73,17 @@ class StepStream:
         reader = self._reader or self._open()
         boundary = self._turn, reader.number, reader.opened
         try:
-            samples = self._share()
-            batch = samples if self._collate is None else self._collate(samples)
+            batch = SPENT.fetch(self._take)
         except BaseException as error:
             self._go(*boundary)  # as if this step had not begun: it may be tried again
             self._ended = isinstance(error, StopIteration)
             raise
         self.position += self._stride
         return batch
+
+    def _take(self) -> Any:
+        samples = self._share()
+        return samples if self._collate is None else self._collate(samples)
 
     def _share(self) -> list[Any]:
         """This rank's samples of the next step; those of other ranks are read and dropped."""
