@@ -22,6 +22,7 @@ from keepstep.trainer.exceptions import CommunicationAborted
 from keepstep.trainer.meter import Meter
 from keepstep.trainer.sockets import Handle, shut_down
 from keepstep.trainer.waiters import Waiters
+from keepstep.trainer.waits import WAITS
 
 SLICE: Final = timedelta(milliseconds=20)
 """How long a waiter trusts gloo before it looks whether the circuit has been cut."""
@@ -121,6 +122,7 @@ class Circuit:
             cut = self.cut_because is not None
             if not cut:
                 self._promises[key] = (inner, handle)
+                WAITS.promised()
         if cut:
             inner.set_result(self.error())
         else:
@@ -140,6 +142,7 @@ class Circuit:
             promised = self._promises.pop(key, None)
         if promised is None:
             return  # cut meanwhile
+        WAITS.kept()
         future, handle = promised
         if isinstance(outcome, BaseException):
             self.meter.breaks(outcome)
@@ -165,6 +168,7 @@ class Circuit:
                 _INC_REF(self.backend)  # only `scrap` may run the destructor: it can block for as long as gloo does
         shut_down(self._connections)
         for future, handle in promises.values():
+            WAITS.kept()
             handle.over()
             future.set_result(self.error())
 
@@ -249,11 +253,13 @@ class CircuitWork(dist.Work):
         self._sliced = sliced
         self._over = False
         self._future: Future[Any] | None = None
+        WAITS.launched()
         if sliced:
             circuit.took_off(inner)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         circuit = self._circuit
+        WAITS.enter()
         try:
             circuit.check()
             if self._sliced:
@@ -264,6 +270,7 @@ class CircuitWork(dist.Work):
             circuit.meter.breaks(error)
             raise
         finally:
+            WAITS.leave()
             self.over()
         return True
 

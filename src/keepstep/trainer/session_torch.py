@@ -27,6 +27,7 @@ from keepstep.trainer.join_torch import Identity, join_roster
 from keepstep.trainer.losses import LossFile
 from keepstep.trainer.orphan import DEFAULT_GRACE_S, Orphan
 from keepstep.trainer.snapshots_torch import Snapshots
+from keepstep.trainer.spent import SPENT
 from keepstep.trainer.state_torch import State
 from keepstep.trainer.steps import describe_error
 
@@ -186,6 +187,7 @@ def join(version: str, timeout: timedelta | None) -> Session:
     beat.epoch(roster.epoch, 0)
     beat.phase(Phase.SETUP)
     GROUPS.on_progress = beat.collective
+    SPENT.watch_collections()
     who, groups = join_roster(roster, seat, stand_in=roster.mode == "in_process", timeout=timeout)
     session = Session(
         control=control, beat=beat, groups=groups, seat=taken, who=who, node_dir=node_dir, run_dir=run_dir
