@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from keepstep.core.diagnose import places as where
 from keepstep.core.diagnose.cause import Cause
 from keepstep.core.diagnose.observe import Log
 from keepstep.core.diagnose.result import Culprit
+from keepstep.core.diagnose.rules import GENERIC
 
 NEAR_LINES = 4
 """Lines around a fault of the data in which its file may be named."""
 _TELLING = ("mig", "stale_process", "foreign_process", "only_here")
 """Notes whose node is the culprit's."""
+_OF_DEVICE = re.compile(
+    r"(?:CUDA|HIP|XPU|NPU) error|AcceleratorError|HSA_STATUS|uncorrectable|cudaError|Bus error|SIGBUS", re.IGNORECASE
+)
+_ORIGIN = re.compile(
+    r"\b(?:from|in|of|reading|file|source|part|shard) [\"'\[]?((?:[\w.-]+/)*[\w.-]*?(?:part|shard|chunk|split|bucket|file|crawl|dump|web|book|code|doc)\w*[-_/]\d[\w.-]*)",
+    re.IGNORECASE,
+)
+"""Where samples come from, by the words that stand before names without an ending."""
 _PATH = re.compile(
     r"'([^'\s]*/[^'\s]+)'|(?<![\w/])(/(?!PCI)[\w.@+-]+(?:/[\w.@+:-]+)+)|\b([\w-]+\.(?:tar|parquet|jsonl|distcp|safetensors|pt|bin)\S*)"
 )
@@ -25,18 +35,11 @@ _SHARD = re.compile(
 def culprit_of(cause: Cause, log: Log) -> Culprit:
     lead = cause.findings[0]
     everywhere = cause.category in ("user_code", "data") and len({one.rank for one in cause.findings}) > 2
-    node = next((one.node for one in cause.findings if one.node), "")
+    node = next((one.node for one in cause.findings if one.node), "") or _alike(cause, log)
     rank = next((one.rank for one in cause.findings if one.rank is not None), None)
     gpu = next((one.gpu for one in cause.findings if one.gpu), "")
-    if node and cause.category == "infrastructure":
-        beside = [one for found in log.findings.values() for one in found if one.node == node]
-        beside.sort(key=lambda one: not one.rule.id.startswith("gpu"))
-        gpu = gpu or next((one.gpu for one in beside if one.gpu and one.rule.category == "infrastructure"), "")
-        if rank is None:
-            rank = next((one.rank for one in beside if one.rank is not None and one.rule.role == "symptom"), None)
-    frame = next((one.frame for one in cause.findings if one.frame), None)
-    if frame is None and cause.category in ("user_code", "data") and len(log.frames) >= 1:
-        frame = log.frames[0][1]
+    if rank is None and cause.category in ("infrastructure", "transient"):
+        rank = _sufferer(node, log)
     if not node and rank is not None:
         node = log.places.node_of.get(rank, "")
     if (
@@ -45,10 +48,13 @@ def culprit_of(cause: Cause, log: Log) -> Culprit:
         and cause.action in ("replace_node", "isolate_and_verify", "restart_in_place")
     ):
         node = _only_node(cause, log)
-    if rank is None and cause.category == "infrastructure" and node:
-        here = [r for r, n in log.places.node_of.items() if n == node]
-        rank = here[0] if len(here) == 1 else _sole_sufferer(log)
-    thing = _field(cause, "thing") or _thing(cause, log)
+    if node and cause.category == "infrastructure":
+        gpu = gpu or _gpu_beside(node, log)
+        if rank is None:
+            rank = _sufferer(node, log)
+    frame = next((one.frame for one in cause.findings if one.frame), None)
+    if frame is None and cause.category in ("user_code", "data") and len(log.frames) >= 1:
+        frame = log.frames[0][1]
     return Culprit(
         node="" if where.is_node_range(node) else node,
         gpu=gpu if cause.category in ("infrastructure", "transient") or not everywhere else "",
@@ -57,8 +63,54 @@ def culprit_of(cause: Cause, log: Log) -> Culprit:
         line=frame.line if frame else None,
         peer=_field(cause, "peer") or (where.address(lead.text) if "rdma" in cause.id or "peer" in cause.id else ""),
         link=_field(cause, "link"),
-        thing=thing,
+        thing=_thing(cause, log) if lead.rule.id == GENERIC else _field(cause, "thing") or _thing(cause, log),
     )
+
+
+def _alike(cause: Cause, log: Log) -> str:
+    """A machine in the lines of the cause whose name is only known from others that are like it."""
+    return next((name for one in cause.findings for name in log.places.named(one.text)), "")
+
+
+def _gpu_beside(node: str, log: Log) -> str:
+    """The GPU that the lines of this machine speak of: of a fault, or the only one that is spoken of at all."""
+    beside = [one for found in log.findings.values() for one in found if one.node == node and one.gpu]
+    beside.sort(key=lambda one: not one.rule.id.startswith("gpu"))
+    if at_fault := next((one.gpu for one in beside if one.rule.category == "infrastructure"), ""):
+        return at_fault
+    named = log.gpus.get(node, Counter())
+    addresses = [one for one in named if ":" in one]
+    return addresses[0] if len(addresses) == 1 else next(iter(named)) if len(named) == 1 else ""
+
+
+def _sufferer(node: str, log: Log) -> int | None:
+    """The rank that died of the fault: on this machine, and by an error of its own rather than of the others.
+
+    An error of the device says more than an exit code, and a rank that is spoken of alone more than none.
+    """
+    own = [
+        one
+        for id, found in log.findings.items()
+        if log.role(id) in ("initiating", "symptom")
+        for one in found
+        if one.rank is not None
+    ]
+    of_device = [one for one in own if _OF_DEVICE.search(one.text)]
+    for among in (of_device, own):
+        here = {one.rank for one in among if one.rank is not None and _may_be_on(one.rank, node, log)}
+        if len(here) == 1:
+            return here.pop()
+    told = {rank for rank in log.told if _may_be_on(rank, node, log)}
+    told = told if len(told) == 1 else told - {0}
+    if len(told) == 1:
+        return told.pop()
+    at_home = [rank for rank, home in log.places.node_of.items() if home == node] if node else []
+    return at_home[0] if len(at_home) == 1 else None
+
+
+def _may_be_on(rank: int, node: str, log: Log) -> bool:
+    """Whether nothing places the rank on another machine."""
+    return not node or log.places.node_of.get(rank, node) == node
 
 
 def _field(cause: Cause, name: str) -> str:
@@ -81,20 +133,20 @@ def _only_node(cause: Cause, log: Log) -> str:
     return noted[0] if noted else ""
 
 
-def _sole_sufferer(log: Log) -> int | None:
-    """The rank with an error of its own, when exactly one has one."""
-    own = {one.rank for id, found in log.findings.items() if log.role(id) in ("initiating", "symptom") for one in found}
-    own.discard(None)
-    return own.pop() if len(own) == 1 else None
-
-
 def _thing(cause: Cause, log: Log) -> str:
     texts = [one.text for one in cause.findings[:3]]
     if cause.category == "data":
         own = next((name for name in map(where.data_file, texts) if name), "")
         near = [name for number, name in log.data_files if abs(number - cause.findings[0].number) <= NEAR_LINES]
-        if own or near:
-            return own or near[-1]
+        named = Counter(
+            name for _, name in log.data_files if "/" in name or not name.endswith((".json", ".txt", ".bin"))
+        )
+        if own or near or named:
+            return own or (near[-1] if near else named.most_common(1)[0][0])
+        texts += [line.text for line in log.tail if line.text not in texts]
+        for text in texts:
+            if origin := _ORIGIN.search(text):
+                return origin[1]
         texts += [one.text for one in log.findings.get("bad_sample", ())[:3]] + [
             one.text for one in log.findings.get("token_id_out_of_range", ())[:2]
         ]

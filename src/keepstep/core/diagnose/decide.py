@@ -7,6 +7,7 @@ from collections import Counter
 
 from msgspec.structs import replace
 
+from keepstep.core.diagnose.absent import absent, home
 from keepstep.core.diagnose.cause import Cause
 from keepstep.core.diagnose.culprit import culprit_of
 from keepstep.core.diagnose.observe import Finding, Log
@@ -17,8 +18,6 @@ ENOUGH = 0.34
 """Weight below which a candidate is a consequence of something that the log does not show."""
 EVIDENCE_LINES = 8
 OTHERS_NAMED = 4
-FEW_ABSENT = 8
-"""More ranks than this missing from the time-outs say nothing about any of them."""
 EARLIEST = 0.05
 """Bonus of the candidate that was seen first."""
 SKEW_S = 120.0
@@ -334,27 +333,28 @@ def _unnamed(log: Log, cascade: dict[str, int], finished: bool) -> Diagnosis:
             evidence=tuple(evidence_of(one) for one in lines[:EVIDENCE_LINES]),
             cascade=cascade,
         )
-    absent = _absent(log)
+    missing = absent(log)
     consequences = [found[0] for id, found in log.findings.items() if log.role(id) == "cascade"]
     peers = Counter(one.fields["peer"] for one in log.findings.get("peer_lost", ()) if one.fields.get("peer"))
     peer = peers.most_common(1)[0][0] if peers else ""
-    rank = absent[0] if len(absent) == 1 else None
+    rank = missing[0] if len(missing) == 1 else None
     what = "unknown: no line of this log names a cause"
-    if absent:
-        what = f"rank_never_arrived: rank {', '.join(map(str, absent))} is missing among those that waited"
+    node = home(missing, log) if missing else ""
+    if missing:
+        what = f"rank_never_arrived: rank {', '.join(map(str, missing))} is missing among those that waited"
     elif peer:
         what = f"peer_died: {peer} went away first; its own log holds the cause"
     elif consequences:
         what = "only_consequences: the lines are consequences of a fault that this log does not show"
     return Diagnosis(
-        category="unknown",
+        category="infrastructure" if missing else "unknown",
         root_cause=what,
         summary=f"The cause is not certain: {what.partition(': ')[2]}.",
         transient=None,
-        action="investigate",
+        action="isolate_and_verify" if len(missing) > 1 and node else "investigate",
         advice=advice("investigate", "", Culprit()),
-        culprit=Culprit(rank=rank, node=log.places.node_of.get(rank, "") if rank is not None else "", peer=peer),
-        confidence=0.4 if absent else 0.2 if consequences else 0.05,
+        culprit=Culprit(rank=rank, node=node, peer=peer),
+        confidence=0.4 if missing else 0.2 if consequences else 0.05,
         evidence=tuple(evidence_of(one) for one in consequences[:EVIDENCE_LINES])
         or tuple(
             Evidence(
@@ -368,16 +368,3 @@ def _unnamed(log: Log, cascade: dict[str, int], finished: bool) -> Diagnosis:
         ),
         cascade=cascade,
     )
-
-
-def _absent(log: Log) -> list[int]:
-    """Ranks that everybody waited for."""
-    waiting = {one.rank for one in log.findings.get("collective_timeout", ()) if one.rank is not None} | set(log.works)
-    if len(waiting) < 2:
-        return []
-    world = log.places.world or max(max(waiting), max(log.places.ranks, default=0)) + 1
-    latest = max((work.seq for work in log.works.values()), default=0)
-    behind = sorted(rank for rank, work in log.works.items() if work.seq < latest)
-    missing = sorted(set(range(min(world, 100_000))) - waiting) if len(waiting) * 2 > world else []
-    found = missing or behind
-    return found if 0 < len(found) <= FEW_ABSENT and len(found) * 2 < world else []

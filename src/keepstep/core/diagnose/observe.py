@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -14,7 +14,8 @@ from keepstep.core.diagnose.prefix import Line, clean, read
 from keepstep.core.diagnose.rule import Rule, compiled
 from keepstep.core.diagnose.rules import GENERIC, SCANNED, candidates
 from keepstep.core.diagnose.scan import Raw, Scanner, shape
-from keepstep.core.diagnose.stacks import Frame, Stacks, mentioned, own
+from keepstep.core.diagnose.stacks import Frame, Stacks, mentioned, own, reads_data
+from keepstep.core.diagnose.structured import Opened, opened
 from keepstep.core.diagnose.xid import coded_rule
 
 FINDINGS_PER_RULE = 400
@@ -40,6 +41,9 @@ _PROGRESS = re.compile(
 _NOT_A_NUMBER = re.compile(r"\b(?:nan|inf)\b", re.IGNORECASE)
 _WORK = re.compile(
     r"SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)(?:, NumelIn=(?P<in>\d+))?(?:, NumelOut=(?P<out>\d+))?", re.IGNORECASE
+)
+_LISTING = re.compile(
+    r"\branks \d|\b(?:all|every|each) .{0,30}(?:but|except|other than).{0,20}\d|\b\d+ (?:of|/) \d+ ranks", re.IGNORECASE
 )
 _GROUPS = {
     "count2": "count",
@@ -73,6 +77,7 @@ class Finding(Struct, kw_only=True):
         fields: what the rule's groups caught.
         frame: innermost place in the user's code, when a stack belongs to the line.
         chained: whether it came up while another exception was being handled.
+        reading: whether its stack goes through code that reads data.
         source: the file.
         line_number: in that file.
     """
@@ -87,6 +92,7 @@ class Finding(Struct, kw_only=True):
     fields: dict[str, str] = {}
     frame: Frame | None = None
     chained: bool = False
+    reading: bool = False
     source: str = ""
     line_number: int = 0
 
@@ -116,6 +122,9 @@ class Log:
         self.tail: list[Line] = []
         self.data_files: list[tuple[int, str]] = []
         self.progress: list[int] = []
+        self.lists: list[Line] = []
+        self.told: Counter[int] = Counter()
+        self.gpus: dict[str, Counter[str]] = {}
         self.last_trouble = 0
         self.source = Source()
         self.offset = 0
@@ -138,6 +147,7 @@ class Log:
 
     def take(self, line: Line, rules: tuple[Rule, ...]) -> bool:
         """Learn from one line; whether it mattered."""
+        line = self._stacks.stripped(line)
         self.places.learn(line)
         self.tail.append(line)
         del self.tail[:-20]
@@ -155,15 +165,35 @@ class Log:
         if _PROGRESS.search(line.text) and not _NOT_A_NUMBER.search(line.text):
             self.progress = [*self.progress[-3:], line.number]
             matched = [(rule, fields) for rule, fields in matched if rule.role not in ("symptom", "cascade")]
+        self._learn(line, matched)
         for rule, fields in matched:
-            self._note(line, rule, fields, frame, bool(frames) and line.stream in self._chained)
+            self._note(line, rule, fields, frame, bool(frames) and line.stream in self._chained, reads_data(frames))
         if found := _WORK.search(line.text):
             self._work(line, found)
         return bool(frames) or any(rule.role not in ("benign", "context") for rule, _ in matched)
 
-    def _note(self, line: Line, rule: Rule, fields: dict[str, str], frame: Frame | None, chained: bool) -> None:
+    def _learn(self, line: Line, matched: list[tuple[Rule, dict[str, str]]]) -> None:
+        """Which ranks and GPUs are spoken of one by one, apart from what everybody says."""
+        text = line.text
+        if len(self.lists) < TAGS_KEPT and _LISTING.search(text):
+            self.lists.append(line)
+        if any(rule.role in ("cascade", "teardown", "benign") for rule, _ in matched) or (
+            self.progress and self.progress[-1] == line.number
+        ):
+            return
+        named = where.ranks(text)
+        if line.rank is not None and line.rank not in named:
+            named.append(line.rank)
+        if len(set(named)) == 1 and not _LISTING.search(text) and len(self.told) < TIMEOUTS_KEPT:
+            self.told[named[0]] += 1
+        if line.node and "NCCL INFO" not in text and (one := where.gpu(text)) and len(self.gpus) < TAGS_KEPT * 20:
+            self.gpus.setdefault(line.node, Counter())[one] += 1
+
+    def _note(
+        self, line: Line, rule: Rule, fields: dict[str, str], frame: Frame | None, chained: bool, reading: bool
+    ) -> None:
         finding = _finding(line, rule, fields, frame)
-        finding.chained = chained
+        finding.chained, finding.reading = chained, reading
         finding.source, finding.line_number = self.source.name, line.number - self.offset
         if rule.role == "context":
             kept = self.tags.setdefault(rule.id, [])
@@ -220,7 +250,7 @@ def _matched(line: Line, rules: tuple[Rule, ...]) -> list[tuple[Rule, dict[str, 
 
 
 def _finding(line: Line, rule: Rule, fields: dict[str, str], frame: Frame | None) -> Finding:
-    named = where.hosts(line.text)
+    named = where.called(line.text) or where.hosts(line.text)
     node = fields.get("node") or line.node or (named[0] if named else "")
     mentioned = where.ranks(line.text)
     rank = line.rank if line.rank is not None else (mentioned[0] if mentioned else None)
@@ -244,6 +274,29 @@ def _finding(line: Line, rule: Rule, fields: dict[str, str], frame: Frame | None
     )
 
 
+def _placed(line: Line, source: Source) -> Line:
+    """The line, with what its file's name says where it says nothing itself."""
+    if (source.node and not line.node) or (source.rank is not None and line.rank is None):
+        own_rank = line.rank if line.rank is not None else source.rank
+        return replace(line, node=line.node or source.node, rank=own_rank, stream=line.stream or source.name)
+    return line
+
+
+def _inside(number: int, inside: Opened, source: Source) -> Iterator[Line]:
+    """The lines of a wrapped message, with the labels that stood around it."""
+    when = read(number, inside.when + " ") if inside.when else None
+    for text in inside.lines:
+        line = _placed(read(number, text[:RECORD_KEPT]), source)
+        yield replace(
+            line,
+            node=inside.node or line.node,
+            rank=inside.rank if inside.rank is not None else line.rank,
+            stream=line.stream or f"{inside.node}|{inside.rank}",
+            time=line.time if line.time is not None or when is None else when.time,
+            dated=line.dated or (when is not None and when.dated),
+        )
+
+
 def observe(pieces: Iterable[bytes], source: Source = _NO_SOURCE, log: Log | None = None) -> Log:
     """Read one file to its end, into ``log`` when there are several."""
     log = log or Log()
@@ -252,27 +305,30 @@ def observe(pieces: Iterable[bytes], source: Source = _NO_SOURCE, log: Log | Non
     known: dict[bytes, tuple[Rule, ...]] = {}
     bored: Counter[bytes] = Counter()
 
+    def rules_of(kind: bytes) -> tuple[Rule, ...]:
+        rules = known.get(kind)
+        if rules is None:
+            rules = candidates(kind)
+            if len(known) < 20_000:
+                known[kind] = rules
+        return rules
+
     def take(raw: Raw) -> None:
         segments = raw.data.split(b"\r") if b"\r" in raw.data else [raw.data]
         kind = shape(raw.data)
         mattered = False
         for segment in segments[-8:]:
             text = clean(segment)
-            if len(text) > RECORD_KEPT:
-                text = text[: RECORD_KEPT * 3 // 4] + " ... " + text[-RECORD_KEPT // 4 :]
             if not text.strip():
                 continue
-            own_kind = kind if len(segments) == 1 else shape(segment)
-            rules = known.get(own_kind)
-            if rules is None:
-                rules = candidates(own_kind)
-                if len(known) < 20_000:
-                    known[own_kind] = rules
-            line = read(log.offset + raw.number, text)
-            if (source.node and not line.node) or (source.rank is not None and line.rank is None):
-                own_rank = line.rank if line.rank is not None else source.rank
-                line = replace(line, node=line.node or source.node, rank=own_rank, stream=line.stream or source.name)
-            mattered = log.take(line, rules) or mattered
+            if inside := opened(text):
+                for line in _inside(log.offset + raw.number, inside, source):
+                    mattered = log.take(line, rules_of(shape(line.text.encode()))) or mattered
+                continue
+            if len(text) > RECORD_KEPT:
+                text = text[: RECORD_KEPT * 3 // 4] + " ... " + text[-RECORD_KEPT // 4 :]
+            line = _placed(read(log.offset + raw.number, text), source)
+            mattered = log.take(line, rules_of(kind if len(segments) == 1 else shape(segment))) or mattered
         if not mattered:
             bored[kind] += 1
             if bored[kind] >= BORED_AFTER:

@@ -24,15 +24,38 @@ _NOT_A_NODE = re.compile(
     r"[-_]?\d{0,6}$|.*\b(?:shard|web|tok|leaf|spine|switch|tor|qwen|llama|gpt|model|ckpt|step|iter|run|job|epoch|version)[-_]",
     re.IGNORECASE,
 )
+_NEVER = re.compile(
+    r"(?:\d{4}-\d\d|\d+-\d+$|rank|step|epoch|shard|utf|sha|port|layer|leaf|spine|switch|tor|mlx|errno|0x|127\.|0\.0)",
+    re.IGNORECASE,
+)
 _RANK = re.compile(r"\brank[ =:#_]{0,2}\[?(\d{1,6})\b", re.IGNORECASE)
-_PCI = re.compile(r"\b([0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2})(?:\.\d)?\b", re.IGNORECASE)
-_GPU = re.compile(r"\bGPU[ #:=]?\[?(\d{1,2})\b(?!\s*(?:GPUs?|of|total|GiB|MiB|GB|C\b|%))", re.IGNORECASE)
+_PCI = re.compile(r"(?<![\w:])([0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2})(?:\.\d)?\b", re.IGNORECASE)
+_DEVICE = re.compile(
+    r"(?P<other>pcieport|pciehp|mlx[45]_\w+|ixgbe\w*|i40e|iavf|\bice\b|\bigb\b|e1000e?|bnxt\w*|be2net|\btg3\b|qede?\b|\bena\b|\befa\b|nvme|"
+    r"ahci|[xe]hci|megaraid|mpt\dsas|hpsa|vfio|irdma|hfi1|cxgb4|\bgve\b|virtio|nvswitch|sxid|bridge|ioatdma|idxd)|gpu|nvrm|xid|nvidia|amdgpu",
+    re.IGNORECASE,
+)
+"""Words before a PCI address that say what has it; a GPU or something ``other``."""
+_GPU = re.compile(
+    r"\b(?:GPU|Device|cuda:|hip:|npu:|nvidia-smi.{0,8} -i|accelerator)[ #:=]{0,2}\[?(\d{1,2})\b(?!\s*(?:GPUs?|of|total|GiB|MiB|GB|C\b|%|-\d))",
+    re.IGNORECASE,
+)
 _DATA_FILE = re.compile(
     r"[\w./:@+-]{0,200}\.(?:tar|parquet|jsonl?|arrow|tfrecord|bin|idx|npy|npz|h5|lmdb|mdb|csv|tsv|txt|mds|jpe?g|png|webp|mp4|wav|flac|"
     r"record|avro|webm|mkv)(?:\.(?:gz|zst|zstd|xz|bz2|lz4))?(?![\w.]*\w)",
     re.IGNORECASE,
 )
 _PEER = re.compile(r"\[?(\d{1,3}(?:\.\d{1,3}){3})\]?")
+_CALLED = re.compile(
+    r"(?:no (?:heartbeat|response|reply|answer|keep-?alive)s? (?:from|by)|heartbeat from|\bping|\bssh(?: to)?|\bnode(?: name)?|\bhost(?:name)?|\bmachine|"
+    r"\binstance|\baddress|\bip|\bnodename|\bnodelist|\bserver name|\b(?:kubelet|pods?|agent|raylet|worker)s? (?:on|at)|\bcordon(?:ed)?|"
+    r"\bdrain(?:ed)?|\bevict(?:ed)? node|\bresources? \[)[ :='\"(]{1,3}"
+    r"(?P<name>(?!\d+\b)[a-z0-9][a-z0-9-]*\d[a-z0-9-]*(?:\.[a-z0-9][a-z0-9-]*)*)(?![\w/])",
+    re.IGNORECASE,
+)
+"""Words that call what follows a machine, whatever its name looks like."""
+_STEM = re.compile(r"([A-Za-z][A-Za-z-]*?)-?\d+$")
+_TOKEN = re.compile(r"(?<![\w./-])([A-Za-z][A-Za-z-]*\d+)(?![\w/-])(?!\.\w)")
 _BLOCK = re.compile(r"\s+(?:host\s+: ([\w.-]+)|rank\s+: (\d{1,6}) \(local_rank)")
 """Lines of torchrun's report of failures, which names the host first and the rank after it."""
 _INIT = re.compile(r"\brank (\d+) nranks (\d+)(?: cudaDev (\d+))?", re.IGNORECASE)
@@ -42,6 +65,12 @@ def hosts(text: str) -> list[str]:
     """Names of machines in the text, in order."""
     found = [one for one in _HOST.findall(text) if is_host(one) and not _NOT_A_NODE.match(one)]
     return list(dict.fromkeys(found))
+
+
+def called(text: str) -> list[str]:
+    """Names that the text itself calls a node, a host or an address."""
+    found = [one for one in _CALLED.findall(text) if is_host(one) or one.count(".") == 3 or "-" in one]
+    return [one for one in dict.fromkeys(found) if not _NEVER.match(one)]
 
 
 def ranks(text: str) -> list[int]:
@@ -54,11 +83,13 @@ def is_node_range(text: str) -> bool:
 
 
 def gpu(text: str) -> str:
-    """PCI address or index of the GPU in the text."""
-    if found := _PCI.search(text):
-        return found[1].lower()
-    found = _GPU.search(text)
-    return found[1] if found else ""
+    """PCI address or index of the GPU in the text; addresses of bridges, network cards and drives are passed over."""
+    for found in _PCI.finditer(text):
+        devices = list(_DEVICE.finditer(text, 0, found.start()))
+        if not devices or not devices[-1]["other"]:
+            return found[1].lower()
+    index = _GPU.search(text)
+    return index[1] if index else ""
 
 
 def data_file(text: str) -> str:
@@ -82,15 +113,28 @@ class Places:
         self.speakers: Counter[str] = Counter()
         self.ranks: set[int] = set()
         self.world = 0
+        self.stems: Counter[str] = Counter()
         self._host = ""
+
+    def named(self, text: str) -> list[str]:
+        """Machines in the text, also those whose names are only known from others that are like them."""
+        found = [*called(text), *hosts(text)]
+        for token in _TOKEN.findall(text):
+            if (stem := _STEM.match(token)) and stem[1].lower() in self.stems:
+                found.append(token)
+        return list(dict.fromkeys(found))
 
     def learn(self, line: Line) -> None:
         named = hosts(line.text) if len(line.text) < 2000 else []
+        if len(line.text) < 2000:
+            named = list(dict.fromkeys([*called(line.text), *named]))
         for one in dict.fromkeys([line.node, *named]):
             if one and (one in self.nodes or len(self.nodes) < NODES_TRACKED):
                 self.nodes[one] += 1
         if line.node and (line.node in self.speakers or len(self.speakers) < NODES_TRACKED):
             self.speakers[line.node] += 1
+            if (stem := _STEM.match(line.node)) and len(self.stems) < NODES_TRACKED:
+                self.stems[stem[1].lower()] += 1
         if line.rank is not None and len(self.ranks) < RANKS_TRACKED:
             self.ranks.add(line.rank)
         if found := _BLOCK.match(line.message):

@@ -31,7 +31,14 @@ _CLOCK = re.compile(r"\[?(\d\d):(\d\d):(\d\d)(?:[.,](\d+))?Z?\]?:?\s+")
 _KERNEL = re.compile(r"(?:<\d+>)?\[\s*(\d+)\.(\d+)\](?:\[\s*[TC]\d+\])?\s*")
 _EPOCH = re.compile(r"\[?(1[5-9]\d{8})(?:\.(\d+))?\]?:?\s+")
 
-_RANK = re.compile(r"\[?\(?(?:global_?)?[rR]ank[ _:=]?(\d{1,6})\)?\]?(?=[:\s\]|]|$):? ?")
+_RANK = re.compile(
+    r"\[?\(?(?:global_?)?(?:[rR]ank|RANK)[ _:=#]{0,2}(\d{1,6})(?:/\d{1,6})?\)?\]?(?=[:\s\]|>,]|$):?[|>,]? ?"
+)
+_MPI = re.compile(r"\[\d{1,6},(\d{1,6})\]<std(?:err|out)>: ?")
+"""Open MPI's ``--tag-output``: job and rank."""
+_RAY = re.compile(r"\((?:[\w.<>]+ )?pid=\d+(?:, ip=([\w.:-]+))?[^)]{0,40}\) ?")
+_STREAM = re.compile(r"(?:std(?:err|out) [FP] |\[std(?:err|out)\] ?|std(?:err|out): )")
+"""Container runtimes' mark of the stream."""
 _DEFAULT = re.compile(r"\[(?:default|trainer|worker|\w{0,20}trainer)(\d{1,3})\]: ?")
 _SLURM = re.compile(r"\s{0,5}(\d{1,6}): (?=\s*\S)")
 _KEEPSTEP = re.compile(r"([A-Za-z0-9][\w.-]{0,63}):r(\d{1,6})\s")
@@ -42,7 +49,12 @@ _NCCL = re.compile(
 _SPEAKER = re.compile(
     r"([A-Za-z0-9][\w.-]{0,63})[: ]\s*(?=(?:kernel|systemd|nvidia\S*|dcgm\S*|slurm\w*|NCCL|sshd|kubelet|"
     r"containerd|dockerd|nv-hostengine|nv-fabricmanager|BMC|bmc|ipmi\S*|redfish|smartd|mcelog|rasdaemon|amdgpu|chronyd|dmesg|journal|"
-    r"metadata|ec2-metadata|sar|turbostat|lspci|node-exporter|apt)\b|\$ |[EWIF]\d{4} )"
+    r"metadata|ec2-metadata|sar|turbostat|lspci|node-exporter|apt|agent|iostat|smartctl|ibstat\w*|counters|ps|top|free|df|dmidecode|"
+    r"ethtool|mst|mlx\w+|perfquery|ipmitool|sensors|uptime|vmstat|mpstat|numactl|cpupower|journalctl|mount\w*|lnet|lustre|"
+    r"mmfs\w*|weka|beegfs|ceph|nfs|fio|bench\w*|hwinfo|ulimit|crond?|sudo|auditd|fabricmanager|opensm|ntpd|ptp4l|phc2sys|"
+    r"timedatectl|image|preflight|health\w*|selftest|self-test|burn-?in|nvme|rocm-smi|amd-smi|xpu-smi|npu-smi|hl-smi|neuron\w*|raylet|"
+    r"SEL|sel|PSU|fan|dcgmi|show_gids|rdma|ip|ifconfig|lldp\w*|firmware|driver|cgroup|agetty|login|rc\.local|cloud-init|"
+    r"xfs\w*)\b|\w{2,20}\[\d+\]:|[\w-]{2,30}\.service:|\$ |[EWIF]\d{4} )"
 )
 _PROGRAM = re.compile(r"(?:kernel|[\w./-]{2,40}\[\d+\]):\s*")
 _LEVEL = re.compile(r"\W{0,2}(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL|debug|info|warn(?:ing)?|error)\b\W{0,3}")
@@ -53,6 +65,11 @@ _HOSTISH = re.compile(
 )
 _NOT_HOST = re.compile(
     r"(?:gpu|ip|ml|worker|pod|vm|rack)[-_ ]?\d{1,2}$|.*\.(?:py|cc|cpp|cu|so|log|sh)$|.*[.:]$", re.IGNORECASE
+)
+_NO_SPEAKER = re.compile(
+    r"(?:rank|step|epoch|iter\w*|stage|layer|attempt|leaf|spine|switch|tor|sw|bond|eth|mlx\d|nvme|numa|cpu|fan|psu|dimm|"
+    r"task|slot|port|link|shard|batch|part|try|run|job|level|phase|fp|bf|v)[-_]?\d+(?:_\d+)?$|gpu\d{1,2}$|\d+(?:[.:]\d+)?[a-z%]{0,3}$",
+    re.IGNORECASE,
 )
 _GENERIC_HOSTS = frozenset(
     {
@@ -122,8 +139,13 @@ def is_host(name: str) -> bool:
 
 
 def is_speaker(name: str) -> bool:
-    """Whether a word before a program's name is a machine: most have a number."""
-    return name.lower() not in _GENERIC_HOSTS and any(map(str.isdigit, name)) and not name.replace(":", "").isdigit()
+    """Whether a word before a program's name is a machine: most have a number, and none is a switch or a count."""
+    return (
+        name.lower() not in _GENERIC_HOSTS
+        and any(map(str.isdigit, name))
+        and not name.replace(":", "").isdigit()
+        and not _NO_SPEAKER.match(name)
+    )
 
 
 class _Labels:
@@ -172,6 +194,12 @@ def _who(seen: _Labels, text: str, at: int, stream: list[str]) -> int:
         seen.rank = int(found[1])
     elif found := _DEFAULT.match(text, at):
         seen.local = int(found[1])
+    elif found := _MPI.match(text, at):
+        seen.rank = int(found[1])
+    elif found := _RAY.match(text, at):
+        seen.node = found[1] or seen.node
+    elif found := _STREAM.match(text, at):
+        return found.end()
     elif found := _POD.match(text, at):
         seen.node = found[1]
     elif found := _NCCL.match(text, at):

@@ -16,6 +16,7 @@ from keepstep.core.diagnose import places as where
 from keepstep.core.diagnose import refine_numbers as numbers
 from keepstep.core.diagnose.cause import SHARED_NODES, Cause, died, machine, passing, spread, users
 from keepstep.core.diagnose.observe import Log
+from keepstep.core.diagnose.refine_python import python
 
 MANY_FLAPS = 3
 """Times a link may go down before its cable is blamed."""
@@ -23,8 +24,6 @@ _START_UP = frozenset({"scope", "rendezvous", "gpu_oom", "names", "credentials"}
 """Faults at start that may be gone at the next attempt."""
 _SLOW_OR_NUMERIC = frozenset({"nan", "sdc", "scope_one", "ecc", "link", "cable", "storage_stall", "data_value"})
 """Faults with which training may well go on."""
-_OF_CONNECTIONS = ("ConnectionError", "TimeoutError", "RemoteDisconnected", "ProtocolError", "TemporaryFailureError")
-"""Ends of the names of exceptions that speak of the network."""
 
 
 def refine(cause: Cause, log: Log) -> Cause:
@@ -187,29 +186,6 @@ def _data_file(cause: Cause, log: Log) -> Cause:
     return cause
 
 
-def _python(cause: Cause, log: Log) -> Cause:
-    first = cause.findings[0]
-    name = first.fields.get("thing", "Error").rpartition(".")[2]
-    if name.endswith(_OF_CONNECTIONS):
-        return passing(cause, "connection_lost", "retry_with_backoff", 0.5, "connections fail and come back")
-    file = where.data_file(first.text)
-    if file and not file.endswith((".json", ".txt")):
-        return replace(
-            cause,
-            id="bad_data_file",
-            category="data",
-            action="rollback_checkpoint_and_skip_data",
-            says=f"reading the data raised {name}",
-            weight=cause.weight + 0.2,
-            why="the exception names a file of the data",
-        )
-    place = f" at {first.frame.file}:{first.frame.line}" if first.frame else ""
-    weight = cause.weight + (0.18 if first.frame else 0.0)
-    if log.first_stop is not None and first.number > log.first_stop:
-        weight -= 0.3
-    return replace(cause, says=f"the program raised {name}{place}", weight=weight)
-
-
 def _recent_change(cause: Cause, log: Log) -> Cause:
     if log.has("recent_change"):
         return replace(cause, action="rollback_code", why="the code had changed just before")
@@ -329,7 +305,7 @@ _FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
     "nan": numbers.nan,
     "native_crash": _crash,
     "port": _port,
-    "python": _python,
+    "python": python,
     "reboot": _reboot,
     "recent_change": _recent_change,
     "remote_service": _remote,

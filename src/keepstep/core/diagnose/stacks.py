@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 
 from msgspec import Struct
+from msgspec.structs import replace
+
+from keepstep.core.diagnose.prefix import Line
 
 STREAMS = 4_096
 """Processes whose stacks are put together at the same time."""
@@ -13,13 +16,27 @@ FRAMES = 400
 
 _FRAME = re.compile(r'\s*File "([^"\n]{1,500})", line (\d{1,9})(?:, in (\S+))?')
 _SHORT = re.compile(r"([\w./-]{1,200}\.py)(?::|, line | line |\", line )(\d{1,9})\b")
+_WOVEN = re.compile(r"(\S.{0,79}?)(?:Original )?Traceback \(most recent call last\)")
+_LOG_PLACE = re.compile(r"[IWEFD]\d{4} [\d:.]+.{0,40}?[\w./-]+\.\w+:\d+\]|^\S{0,40}\s?(?:INFO|DEBUG)\b")
+"""The place of a logging call, which says nothing about a fault."""
+_READER = re.compile(
+    r"data_?loader|dataset|/data/|data_?pipe|data_?utils|collat|sampler|reader|webdataset|tokeniz|preprocess|augment|transforms|"
+    r"torch/utils/data|_utils/(?:fetch|worker|collate)|streaming/|tfrecord|parquet|decod|loader\.py",
+    re.IGNORECASE,
+)
+_READS = re.compile(
+    r"__getitem__|__getitems__|__next__|_worker_loop|\w*collate|"
+    r"_?(?:load|read|parse|decode|tokeni[sz]e|fetch)_?(?:sample|item|record|row|batch|image|audio|video|shard|file|line|text|example|doc|json)\w*"
+)
+WAYS_WOVEN = 64
+"""Prefixes nobody knows, before stacks of different processes."""
 _HEAD = re.compile(r"\s*(?:Original )?Traceback \(most recent call last\)|\s*Thread 0x\w+|\s*Current thread 0x")
 _END = re.compile(r"[A-Za-z_][\w.]*(?::(?: |$)|$)|[A-Za-z_][\w.]*(?:Error|Exception)\b")
 _LIBRARY = re.compile(
     r"site-packages|dist-packages|/lib/python3|/python3\.\d+/|<frozen|<string>|<stdin>|^(?:\.\.\./)?torch/|/torch/(?:nn|utils|distributed|_|optim|"
     r"autograd|serialization|storage|multiprocessing|cuda)|multiprocessing/|concurrent/futures|importlib|runpy\.py|threading\.py|queue\.py|"
     r"socket\.py|ssl\.py|selectors\.py|contextlib\.py|subprocess\.py|pickle\.py|zipfile|tarfile\.py|gzip\.py|json/|codecs\.py|"
-    r"torch_worker|distributed_c10d|dataloader\.py$|serialization\.py$|deepspeed/|megatron/core|lightning/|transformers/|accelerate/|nemo/|jax/|flax/|ray/|"
+    r"torch_worker|distributed_c10d|dataloader\.py$|serialization\.py$|deepspeed/|megatron/core|lightning/|transformers/|accelerate/|nemo/|jax/|flax/|ray/|datasets/(?:iter|arrow|builder|load|table)|fsspec/|botocore/|"
     r"/opt/conda/lib|/usr/lib|/usr/local/lib|train_torch_elastic"
 )
 
@@ -35,8 +52,15 @@ def own(frames: list[Frame]) -> Frame | None:
     return next((frame for frame in reversed(frames) if not _LIBRARY.search(frame.file)), None)
 
 
+def reads_data(frames: list[Frame] | None) -> bool:
+    """Whether the stack goes through code that reads samples, by the names of its files and functions."""
+    return any(_READER.search(one.file) or _READS.match(one.function) for one in (frames or [])[-8:])
+
+
 def mentioned(text: str) -> Frame | None:
     """A place in user code that the text names by itself, as in ``train.py:212`` or ``File "x.py", line 8``."""
+    if _LOG_PLACE.match(text):
+        return None
     if found := _FRAME.match(text):
         frame = Frame(found[1], int(found[2]), found[3] or "")
         return None if _LIBRARY.search(frame.file) else frame
@@ -52,6 +76,17 @@ class Stacks:
     def __init__(self) -> None:
         self._open: dict[str, list[Frame]] = {}
         self.chained: set[str] = set()
+        self._woven: dict[int, set[str]] = {}
+
+    def stripped(self, line: Line) -> Line:
+        """The line without a label that is only known from standing before the beginning of a stack."""
+        text = line.message
+        if (found := _WOVEN.match(text)) and sum(map(len, self._woven.values())) < WAYS_WOVEN:
+            self._woven.setdefault(len(found[1]), set()).add(found[1])
+        for length, labels in self._woven.items():
+            if text[:length] in labels:
+                return replace(line, message=text[length:], stream=f"{line.stream}|{text[:length]}")
+        return line
 
     def take(self, stream: str, message: str) -> list[Frame] | None:
         """Feed a line; the finished stack when this line is the exception that ends one."""

@@ -34,7 +34,18 @@ _NODE = (
 )
 _RANK = ("rank", "global_rank", "RANK", "process_index", "proc_rank", "world_rank")
 _TIME = ("ts", "time", "timestamp", "@timestamp", "asctime", "datetime")
-_WITHIN = ("kubernetes", "labels", "jsonPayload", "fields", "extra", "attributes", "resource", "record", "k8s", "stream")
+_WITHIN = (
+    "kubernetes",
+    "labels",
+    "jsonPayload",
+    "fields",
+    "extra",
+    "attributes",
+    "resource",
+    "record",
+    "k8s",
+    "stream",
+)
 _PAIR = re.compile(r'\s?([A-Za-z_][\w.@]{0,30})=("(?:[^"\\]|\\.)*"|[^\s"]*)')
 
 
@@ -54,7 +65,7 @@ class Opened(Struct, frozen=True, kw_only=True):
 
 def opened(text: str) -> Opened | None:
     """The content of a wrapped line; ``None`` for every other line."""
-    if len(text) > LONGEST or "=" not in text and "{" not in text:
+    if len(text) > LONGEST or ("=" not in text and "{" not in text):
         return None
     if text.rstrip().endswith("}"):
         return _json(text)
