@@ -17,7 +17,7 @@ N0 = NodeId("n0")
 def situation(**changes: Any) -> Situation:
     calm: dict[str, Any] = {
         "level": 2, "settled": True, "ending": False, "category": "infrastructure", "floor": "in_process",
-        "attempts": 0, "in_process_budget": 3, "vacant": (Rank(1),), "parked": True, "lost": (), "repeat": None,
+        "attempts": 0, "in_process_budget": 3, "vacant": (Rank(1),), "parked": True, "lost": (), "evict": (), "kept": "",
         "spares": 0, "nodes_replaced": 0, "replace_node_budget": 2, "smaller": False, "no_capacity": False,
         "restarts": 0, "max_restarts": 3, "user_faults": 0, "user_retries": 1, "repeated": False,
         "signature": "ValueError@t.py:1", "worker_code": 17, "culprit": "rank 1 was killed",
@@ -32,10 +32,10 @@ def situation(**changes: Any) -> Situation:
         ({"vacant": ()}, "in_process", 0),
         ({"parked": False}, "same_node", 0),
         ({"floor": "same_node"}, "same_node", 0),
-        ({"attempts": 3, "repeat": N0, "spares": 1}, "replace_node", 0),
-        ({"attempts": 3, "repeat": N0}, "restart_job", 0),
-        ({"repeat": N0, "spares": 1}, "replace_node", 0),
-        ({"repeat": N0}, "in_process", 0),
+        ({"attempts": 2, "evict": (N0,), "spares": 1}, "replace_node", 0),
+        ({"attempts": 3, "kept": "mode observe: said, not done"}, "restart_job", 0),
+        ({"evict": (N0,), "spares": 1}, "replace_node", 0),
+        ({"kept": "no spare node is connected"}, "in_process", 0),
         ({"attempts": 3, "restarts": 3}, "stop", 93),
         ({"lost": (N0,), "spares": 1}, "replace_node", 0),
         ({"lost": (N0,)}, "replace_node", 0),
@@ -92,7 +92,7 @@ COUNT = st.integers(min_value=0, max_value=4)
             "restarts": COUNT, "user_faults": COUNT, "user_retries": COUNT,
             "category": st.sampled_from(["infrastructure", "user_code", "transient", "unknown"]),
             "floor": st.sampled_from(LADDER[:4]), "lost": st.sampled_from([(), (N0,)]),
-            "repeat": st.sampled_from([None, N0]), "vacant": st.sampled_from([(), (Rank(1),)]),
+            "kept": st.sampled_from(["", "no spare"]), "vacant": st.sampled_from([(), (Rank(1),)]),
         }
     )
 )  # fmt: skip

@@ -108,8 +108,12 @@ def fold(job: Job, record: AnyRecord) -> None:
 def _node_moved(job: Job, record: NodeMoved) -> None:
     node = job.nodes[record.node]
     NODE.check(node.health, record.to)
-    faulty = node.faulty or record.to == "TAINTED"
-    job.nodes[node.node] = replace(node, health=record.to, faulty=faulty)
+    cleared = record.to == "PROBATION"
+    faulty = record.to == "TAINTED" or (node.faulty and not cleared)
+    faults = () if cleared and node.faulty else node.faults
+    job.nodes[node.node] = replace(node, health=record.to, faulty=faulty, faults=faults)
+    if cleared:
+        job.evicted.pop(node.node, None)
     if record.to == "PROBATION" and (incident := job.incident):
         named = tuple(key for key in incident.named if key != f"node:{node.node}")
         job.incidents[incident.id] = replace(incident, named=named, planned=None)  # what it waited for is here
@@ -176,12 +180,13 @@ def _suspect_named(job: Job, record: SuspectNamed) -> None:
         root_cause=record.root_cause if louder else incident.root_cause,
         code=record.code if louder else incident.code,
         similar=record.similar if louder else incident.similar,
+        leave=record.node if record.leave else incident.leave,
         suspects=tuple(sorted({*incident.suspects, *blamed})),
         evidence=(*incident.evidence, *record.evidence)[:EVIDENCE_KEPT],
         named=(*incident.named, *keys),
-        user_faults=incident.user_faults + (record.category == "user_code"),
+        user_faults=incident.user_faults + (record.category in ("user_code", "data")),
     )
-    if record.category == "user_code":
+    if record.category in ("user_code", "data"):
         for key, rank in zip(keys, record.ranks, strict=False):
             if exit_ := job.exits.get(key):
                 step = exit_.error.step if exit_.error else None

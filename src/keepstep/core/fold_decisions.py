@@ -6,9 +6,10 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
+from keepstep.core.cases import Investigation, Proposal
 from keepstep.core.decide.proposal_machine import PROPOSAL
 from keepstep.core.locate.investigation_machine import INVESTIGATION
-from keepstep.core.state import HISTORY_KEPT, INVESTIGATIONS_KEPT, PROPOSALS_KEPT, Investigation, Job, Proposal
+from keepstep.core.state import HISTORY_KEPT, INVESTIGATIONS_KEPT, PROPOSALS_KEPT, Job
 from keepstep.model.records import (
     AutomationMoved,
     IncidentMarked,
@@ -30,6 +31,8 @@ def fold_decision(
         case ProposalMoved():
             _proposal(job, record)
         case AutomationMoved():
+            if record.to == "frozen" and job.automation != "frozen":
+                job.thawed = job.automation
             job.automation = record.to
         case IncidentMarked():
             _marked(job, record)
@@ -70,19 +73,24 @@ def _proposal(job: Job, record: ProposalMoved) -> None:
             by=record.by,
             why=record.why,
         )
-        while len(job.proposals) > PROPOSALS_KEPT:
-            del job.proposals[next(iter(job.proposals))]
+        surplus = max(0, len(job.proposals) - PROPOSALS_KEPT)
+        for old in [one.id for one in job.proposals.values() if not one.open][:surplus]:
+            del job.proposals[old]
         return
     PROPOSAL.check(known.state, record.to)
     job.proposals[known.id] = replace(
-        known, state=record.to, at=record.at, by=record.by, why=record.why, held=record.held or known.held
+        known,
+        state=record.to,
+        at=record.at,
+        by=record.by,
+        why=record.why,
+        held=record.held or (known.held if record.to == "PROPOSED" else ""),
+        incident=record.incident or known.incident,
+        carried=record.at if record.to == "CARRIED_OUT" else known.carried,
     )
     if record.to == "CARRIED_OUT":
         for node in known.nodes:
             job.evicted[node] = record.at
-    elif record.to == "UNDONE":
-        for node in known.nodes:
-            job.evicted.pop(node, None)
 
 
 def _marked(job: Job, record: IncidentMarked) -> None:
@@ -113,6 +121,7 @@ def _investigation(job: Job, record: InvestigationMoved) -> None:
             at=record.at,
             why=record.why,
             history=(line,),
+            incident=record.incident,
         )
         while len(job.investigations) > INVESTIGATIONS_KEPT:
             del job.investigations[next(iter(job.investigations))]
@@ -127,4 +136,5 @@ def _investigation(job: Job, record: InvestigationMoved) -> None:
         at=record.at,
         why=record.why,
         history=(*known.history, line)[-HISTORY_KEPT:],
+        incident=record.incident or known.incident,
     )

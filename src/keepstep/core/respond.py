@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import assert_never
 
 from keepstep.core.decide.operator import operator_said
+from keepstep.core.decide.proposals import time_is_over
 from keepstep.core.detect import deadlines
 from keepstep.core.detect.leases import (
     agent_disconnected,
@@ -38,6 +39,7 @@ from keepstep.core.recover.adopt import adopt, deputy_stays_silent
 from keepstep.core.recover.end import stop
 from keepstep.core.recover.progress import check_progress, rank_resumed, settled
 from keepstep.core.recover.start import join_time_is_over, store_time_is_over, try_start
+from keepstep.core.recover.swap import carry_out
 from keepstep.core.standby.pool import order_standbys, standby_gone, standby_ready
 from keepstep.model.facts import (
     ActionDone,
@@ -150,6 +152,7 @@ def respond(draft: Draft, fact: AnyFact) -> None:
             pass  # on the board, and that is all
         case _:
             assert_never(fact)
+    carry_out(draft)
 
 
 _WHEN_DUE: dict[str, Callable[[Draft], None]] = {
@@ -199,5 +202,8 @@ def time_passed(draft: Draft) -> None:
             assess(draft)
         elif node := deadlines.reconcile_node(name):
             reconcile_time_is_over(draft, NodeId(node))
+        elif proposal := deadlines.proposal_named(name):
+            time_is_over(draft, proposal)
         else:
             _WHEN_DUE[name](draft)
+    carry_out(draft)

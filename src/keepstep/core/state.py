@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from keepstep.core.cases import Investigation, Proposal
 from keepstep.model.actions import AnyAction
 from keepstep.model.facts import (
     CollectiveBroken,
@@ -20,6 +21,7 @@ from keepstep.model.facts import (
     RankStalled,
     RestoreMoved,
     ResumeFailed,
+    SelfTestDone,
     SlotState,
     StacksTaken,
     UserError,
@@ -32,10 +34,8 @@ from keepstep.model.records import (
     Category,
     IncidentMeasured,
     IncidentState,
-    InvestigationState,
     JobState,
     NodeState,
-    ProposalState,
     Rung,
     StandbyState,
     StragglerNoted,
@@ -207,6 +207,8 @@ class Incident(Struct, frozen=True, kw_only=True):
     root_cause: str = ""
     code: str = ""
     similar: tuple[IncidentId, ...] = ()
+    leave: NodeId | None = None
+    """A living node whose own words prove it broken."""
     acked: str = ""
     """Who has seen it."""
     merged: IncidentId | None = None
@@ -215,52 +217,6 @@ class Incident(Struct, frozen=True, kw_only=True):
     @property
     def open(self) -> bool:
         return self.state not in ("RESOLVED", "ESCALATED")
-
-
-class Proposal(Struct, frozen=True, kw_only=True):
-    """A change of living nodes, from its proposal to its end (``records.ProposalMoved``)."""
-
-    id: str
-    state: ProposalState
-    kind: str
-    incident: IncidentId | None
-    nodes: tuple[NodeId, ...]
-    ranks: tuple[Rank, ...]
-    probability: float
-    reason: str
-    evidence: tuple[str, ...]
-    rejected: tuple[str, ...]
-    cost_if_wrong: str
-    held: str
-    opened: Nanos
-    at: Nanos
-    by: str
-    why: str
-
-    @property
-    def open(self) -> bool:
-        return self.state in ("PROPOSED", "APPROVED")
-
-
-class Investigation(Struct, frozen=True, kw_only=True):
-    """Silent data corruption, from suspicion to verdict (``records.InvestigationMoved``)."""
-
-    id: str
-    state: InvestigationState
-    ranks: tuple[Rank, ...]
-    nodes: tuple[NodeId, ...]
-    tensor: str
-    step: int
-    since: int
-    probability: float
-    opened: Nanos
-    at: Nanos
-    why: str
-    history: tuple[str, ...] = ()
-
-    @property
-    def open(self) -> bool:
-        return self.state not in ("CONFIRMED", "CLEARED")
 
 
 class Job(Struct, kw_only=True):
@@ -334,12 +290,16 @@ class Job(Struct, kw_only=True):
     deadlines: dict[str, Nanos] = {}
     automation: Automation | None = None
     """What a person has set; the policy's mode where nobody has."""
+    thawed: Automation | None = None
+    """What it was before it was frozen, and will be again."""
     proposals: dict[str, Proposal] = {}
     proposal_count: int = 0
     evicted: dict[NodeId, Nanos] = {}
     """Living nodes that were taken out, and when."""
     investigations: dict[str, Investigation] = {}
     investigation_count: int = 0
+    selftests: dict[NodeId, SelfTestDone] = {}
+    """By node: the last time that it examined itself."""
     paces: dict[NodeId, tuple[RanksPaced, ...]] = {}
     """By node: the newest windows of the present epoch, oldest first."""
     stragglers: dict[str, StragglerNoted] = {}

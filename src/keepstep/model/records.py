@@ -103,6 +103,8 @@ class SuspectNamed(Record, frozen=True, kw_only=True):
     """Of the rule or the catalogue entry, for ``keepstep explain CODE``."""
     similar: tuple[IncidentId, ...] = ()
     """Earlier incidents of the same cause, newest first."""
+    leave: bool = False
+    """The node lives, and its own words prove it broken: its ranks go elsewhere as soon as there is room."""
 
 
 class PlanMade(Record, frozen=True, kw_only=True):
@@ -206,6 +208,7 @@ class InvestigationMoved(Record, frozen=True, kw_only=True):
         step: at which it was seen.
         since: committed steps of the newest clean state.
         evidence: new with this move.
+        incident: that tells of the corruption, if one was opened.
     """
 
     investigation: str
@@ -219,6 +222,7 @@ class InvestigationMoved(Record, frozen=True, kw_only=True):
     since: int = 0
     probability: float = 0.0
     evidence: tuple[str, ...] = ()
+    incident: IncidentId | None = None
 
 
 class StragglerNoted(Record, frozen=True, kw_only=True):

@@ -34,7 +34,9 @@ class Situation(Struct, frozen=True, kw_only=True):
         vacant: ranks that need a process. Empty: everybody lives, only the communicators are broken.
         parked: a warm standby is parked for every vacant seat of a living node.
         lost: nodes of the roster that are gone.
-        repeat: a living node whose processes fail again and again.
+        evict: living nodes that are to go and may go: their proposals are approved, and there is a spare for each.
+        kept: why a living node that is to blame stays nevertheless; empty when none is to blame.
+        broken: the words of the node that is to blame prove that it is broken.
         spares: nodes that could take a lost or faulty node's ranks.
         smaller: the job may go on with the nodes it has left (it has no state in memory, and enough nodes).
         no_capacity: the wait for a node is over.
@@ -52,7 +54,9 @@ class Situation(Struct, frozen=True, kw_only=True):
     vacant: tuple[Rank, ...]
     parked: bool
     lost: tuple[NodeId, ...]
-    repeat: NodeId | None
+    evict: tuple[NodeId, ...]
+    kept: str
+    broken: bool = False
     spares: int
     nodes_replaced: int
     replace_node_budget: int
@@ -103,7 +107,7 @@ def choose(s: Situation) -> Plan:
 
 def _user_verdict(s: Situation) -> str:
     """Why retrying user code is pointless; empty when a retry is worth it."""
-    if s.category != "user_code":
+    if s.category not in ("user_code", "data"):
         return ""
     if s.level and s.worker_code == BAD_CONFIG:
         return f"the processes refused to start ({s.signature.split('@')[0]}), and would again"
@@ -134,8 +138,8 @@ def _against_in_place(s: Situation) -> str:
         return f"node {', '.join(s.lost)} is gone"
     if s.attempts >= s.in_process_budget:
         return f"{s.attempts} attempts in process led to no new step (in_process_budget {s.in_process_budget})"
-    if s.repeat and s.spares and s.nodes_replaced < s.replace_node_budget:
-        return f"node {s.repeat} has failed too often lately, and a spare node is there"
+    if s.evict:
+        return f"node {', '.join(s.evict)} is to go, and a spare node is there"
     return ""
 
 
@@ -158,15 +162,13 @@ def _against_replace_node(s: Situation) -> str:
         return why
     if s.category == "user_code" and not s.lost:
         return "the exception is the code's, another node would raise it too"
+    if s.category == "data" and not s.lost:
+        return "the data is at fault, another node would read the same"
     if s.nodes_replaced + len(s.lost) > s.replace_node_budget:
         return f"replace_node_budget {s.replace_node_budget} is used up"
     if s.lost:
         return "no node came in time" if s.no_capacity else ""
-    if not s.repeat:
-        return "no node is to blame"
-    if not s.spares:
-        return "no spare node is connected"
-    return "" if s.nodes_replaced < s.replace_node_budget else f"replace_node_budget {s.replace_node_budget} is used up"
+    return "" if s.evict else s.kept or "no node is to blame"
 
 
 def _against_restart(s: Situation) -> str:
@@ -185,7 +187,7 @@ def _against_restart(s: Situation) -> str:
 def _against_requeue(s: Situation) -> str:
     if verdict := _user_verdict(s):
         return verdict
-    return "" if s.lost else "all nodes are there, another allocation would not help"
+    return "" if s.lost or s.broken else "all nodes are there, another allocation would not help"
 
 
 _COST: dict[Rung, str] = {
@@ -208,11 +210,11 @@ def _plan(s: Situation, rung: Rung, rejected: tuple[str, ...]) -> Plan:
         case "same_node":
             what = f"Start {ranks} anew on the same node"
         case "replace_node":
-            moves = s.lost or ((s.repeat,) if s.repeat else ())
+            moves = (*s.lost, *s.evict)
             wait = s.spares < len(s.lost)
             what = f"Move the ranks of node {', '.join(moves)} to another node"
         case "restart_job":
-            moves = s.lost
+            moves = (*s.lost, *s.evict)
             wait = not s.smaller and s.spares < len(s.lost)
             what = f"Restart all processes (restart {s.restarts + 1} of {s.max_restarts})"
         case "requeue":
@@ -233,7 +235,7 @@ def _plan(s: Situation, rung: Rung, rejected: tuple[str, ...]) -> Plan:
 
 
 def _stop(s: Situation) -> tuple[int, str]:
-    if s.category == "user_code":
+    if s.category in ("user_code", "data"):
         return s.worker_code, f"Stop, {_user_verdict(s) or 'the code failed in every attempt'}"
     if s.attempts:
         return NO_PROGRESS, "Stop, the fault came back in every attempt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from keepstep.core.decide.ladder import LADDER, Situation
+from keepstep.core.decide.proposals import covering, leaving, may_go_on
 from keepstep.core.draft import nanos
 from keepstep.core.health.machine import USABLE
 from keepstep.core.state import Incident, Job, Node, seat_key
@@ -45,10 +46,14 @@ def spare_nodes(job: Job) -> list[Node]:
 
 
 def repeat_offender(job: Job, incident: Incident, now: Nanos, policy: Policy) -> NodeId | None:
-    """The blamed node, when its processes failed too often lately or no attempt on it led to a new step."""
-    node = job.nodes.get(incident.node) if incident.node else None
+    """The blamed node, when its own words prove it broken, its processes failed too often lately, or no attempt on it
+    led to a new step."""
+    blamed = incident.leave or incident.node
+    node = job.nodes.get(blamed) if blamed else None
     if node is None or node.lost or not job.in_roster(node.node):
         return None
+    if incident.leave:
+        return node.node
     recent = [at for at in node.faults if at > now - nanos(policy.node_fault_window_s)]
     often = len(recent) >= policy.node_faults_to_suspect
     return node.node if often or incident.attempts >= policy.in_process_budget else None
@@ -70,6 +75,8 @@ def survey(job: Job, now: Nanos, policy: Policy, *, floor: Rung = "in_process", 
     for rank in vacant:
         free[roster.members[rank].node] = free.get(roster.members[rank].node, 0) - 1
     left = [p for p in roster.places if p.node not in lost]
+    spares = len(spare_nodes(job))
+    evict, kept = _evictions(job, incident, now, policy, spares - len(lost))
     stateless = job.level == 0 or not job.trained
     mine = [fault for fault in job.user_faults if fault.incident == incident.id]
     last = job.user_faults[-1] if job.user_faults and mine else None
@@ -84,8 +91,10 @@ def survey(job: Job, now: Nanos, policy: Policy, *, floor: Rung = "in_process", 
         vacant=vacant,
         parked=all(free[roster.members[rank].node] >= 0 for rank in vacant),
         lost=lost,
-        repeat=repeat_offender(job, incident, now, policy),
-        spares=len(spare_nodes(job)),
+        evict=evict,
+        kept=kept,
+        broken=incident.leave is not None and repeat_offender(job, incident, now, policy) == incident.leave,
+        spares=spares,
         nodes_replaced=incident.nodes_replaced,
         replace_node_budget=policy.replace_node_budget,
         smaller=stateless and len(left) >= job.spec.min_nodes,
@@ -99,6 +108,24 @@ def survey(job: Job, now: Nanos, policy: Policy, *, floor: Rung = "in_process", 
         worker_code=_worker_code(job, incident),
         culprit=incident.reason or "nobody is to blame",
     )
+
+
+def _evictions(job: Job, incident: Incident, now: Nanos, policy: Policy, spares: int) -> tuple[tuple[NodeId, ...], str]:
+    """Which living nodes go with the next epoch, and why one that is to blame does not."""
+    going = leaving(job, now, policy)
+    if incident.category in ("user_code", "data"):
+        return (), ""
+    if going and incident.nodes_replaced >= policy.replace_node_budget:
+        return (), f"replace_node_budget {policy.replace_node_budget} is used up"
+    if going[: max(spares, 0)]:
+        return going[:spares], ""
+    if going:
+        return (), "no spare node is connected"
+    blamed = repeat_offender(job, incident, now, policy)
+    if blamed is None or (one := covering(job, (blamed,))) is None:
+        return (), ""
+    why = may_go_on(job, one, now, policy) if one.state == "APPROVED" else one.held
+    return (), f"node {blamed} is to blame, but {why} ({one.id})"
 
 
 def _parked_per_node(job: Job) -> dict[NodeId, int]:

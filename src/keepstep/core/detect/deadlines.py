@@ -31,6 +31,7 @@ ADOPT = "adopt"
 
 _RECONNECT = "reconnect:"
 _RECONCILE = "reconcile:"
+_PROPOSAL = "proposal:"
 
 
 def reconnect(node: str) -> str:
@@ -49,3 +50,12 @@ def reconcile_node(name: str) -> str | None:
 
 def reconnect_node(name: str) -> str | None:
     return name[len(_RECONNECT) :] if name.startswith(_RECONNECT) else None
+
+
+def proposal(name: str) -> str:
+    """``approve_s``: a person has decided by then, or a spare node has come for what is approved."""
+    return _PROPOSAL + name
+
+
+def proposal_named(name: str) -> str | None:
+    return name[len(_PROPOSAL) :] if name.startswith(_PROPOSAL) else None

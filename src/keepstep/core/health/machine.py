@@ -26,7 +26,7 @@ NODE = Machine(
         },
         "DRAINING": {"QUARANTINED": "none of its ranks is left there"},
         "QUARANTINED": {
-            "PROBATION": "it had only been out of reach, and a new report proves that it lives",
+            "PROBATION": "a report proves that it had only been out of reach, or a person takes it back",
             "REPAIRING": "somebody works on it",
             "RETIRED": "it will not come back",
         },

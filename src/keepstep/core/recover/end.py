@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from keepstep.core.decide.proposals import settle
 from keepstep.core.draft import Draft
 from keepstep.core.recover.measure import resolve
 from keepstep.model.actions import StopJob
@@ -94,6 +95,7 @@ def repeat_stop(draft: Draft, node: NodeId) -> None:
 
 
 def _stop_all(draft: Draft, code: int, why: str, category: StopCategory, incident: IncidentId | None) -> None:
+    settle(draft)
     for node in list(draft.job.nodes.values()):
         if node.link != "left":
             order_stop(draft, node.node, code, why, category, incident)

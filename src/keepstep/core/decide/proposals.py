@@ -1,0 +1,176 @@
+"""Proposals: taking living nodes out of a job is proposed first; the limits or a person decide, and the log knows both.
+
+``propose`` is for whoever suspects a node that lives: stragglers, silent corruption, processes that fail too often. It
+only writes down what is thought and whether it may be done; ``recover.swap`` carries out what is approved as soon as
+the job can take it (a spare node is there, no other incident is open). Evidence ages: a proposal that was held is
+looked at again only when its reason is seen again, and it ends when nobody has decided in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+from keepstep.core.cases import Proposal
+from keepstep.core.decide.limits import HOUR_S, against_mode, mode_of, objection
+from keepstep.core.detect import deadlines
+from keepstep.core.draft import Draft, nanos
+from keepstep.core.state import EVIDENCE_KEPT, Job
+from keepstep.model.ids import IncidentId, Nanos, NodeId, Rank, show_epoch
+from keepstep.model.records import ProposalMoved, ProposalState
+from keepstep.model.settings import Policy
+
+AUTO = "auto"
+"""Who decides where no person does."""
+Kind = Literal["swap", "evict"]
+_COST = "a healthy node stands idle until it is taken back (`keepstep undo`)"
+
+
+def propose(
+    draft: Draft,
+    *,
+    kind: Kind,
+    nodes: Sequence[NodeId],
+    ranks: Sequence[Rank],
+    reason: str,
+    evidence: Sequence[str],
+    probability: float,
+    rejected: Sequence[str] = (),
+    cost_if_wrong: str = _COST,
+    incident: IncidentId | None = None,
+) -> None:
+    """Propose to take living nodes out; say it as often as it is seen.
+
+    While a proposal that covers these nodes is open, or a person has refused one within the hour, nothing is added.
+    Within the limits of mode ``auto`` it is approved at once, and carried out with the same decision if that can be.
+
+    Args:
+        kind: ``swap`` for one that is to be replaced by a better one, ``evict`` for one that is under suspicion.
+        nodes: that are to go; those that are lost already need no proposal and are left out.
+        ranks: that are the reason, or that run there.
+        reason: one sentence.
+        rejected: alternatives, each with why it was not taken.
+    """
+    job = draft.job
+    living = tuple(name for name in dict.fromkeys(nodes) if lives(job, name))
+    if job.over or not living or refused_lately(draft, living):
+        return
+    if known := covering(job, living):
+        approve_by_itself(draft, known)
+        return
+    name = f"{job.id}-p{job.proposal_count + 1}"
+    draft.emit(
+        ProposalMoved(
+            job=job.id,
+            at=draft.now,
+            proposal=name,
+            to="PROPOSED",
+            by=AUTO,
+            why=reason,
+            kind=kind,
+            incident=incident,
+            nodes=living,
+            ranks=tuple(ranks),
+            probability=probability,
+            evidence=tuple(evidence)[:EVIDENCE_KEPT],
+            rejected=tuple(rejected),
+            cost_if_wrong=cost_if_wrong,
+            held=objection(job, living, draft.now, draft.policy),
+        )
+    )
+    draft.wake(deadlines.proposal(name), draft.policy.approve_s)
+    approve_by_itself(draft, job.proposals[name])
+
+
+def lives(job: Job, name: NodeId) -> bool:
+    return name in job.nodes and not job.nodes[name].lost
+
+
+def covering(job: Job, nodes: Collection[NodeId]) -> Proposal | None:
+    """The open proposal that is about all of these nodes, if there is one."""
+    return next((one for one in job.proposals.values() if one.open and set(nodes) <= set(one.nodes)), None)
+
+
+def refused_lately(draft: Draft, nodes: Collection[NodeId]) -> bool:
+    """A person who has said no is not asked the same again within the hour."""
+    return any(
+        one.state == "REJECTED"
+        and one.by != AUTO
+        and one.at > draft.now - nanos(HOUR_S)
+        and set(nodes) <= set(one.nodes)
+        for one in draft.job.proposals.values()
+    )
+
+
+def approve_by_itself(draft: Draft, one: Proposal) -> None:
+    """Approve what the limits allow; what they hold back stays open for a person."""
+    if one.state == "PROPOSED" and not objection(draft.job, one.nodes, draft.now, draft.policy, own=one.id):
+        move(draft, one, "APPROVED", by=AUTO, why="within the limits of mode auto")
+        draft.wake(deadlines.proposal(one.id), draft.policy.capacity_s)
+
+
+def may_go_on(job: Job, one: Proposal, now: Nanos, policy: Policy) -> str:
+    """What holds back an approved proposal *now*; empty when nothing does. A person's yes is bound by ``freeze`` only.
+
+    Args:
+        one: approved; the limits may have been used up, or automation frozen, since.
+    """
+    if one.by == AUTO:
+        return objection(job, one.nodes, now, policy, own=one.id)
+    return against_mode(job, policy) if mode_of(job, policy) == "frozen" else ""
+
+
+def leaving(job: Job, now: Nanos, policy: Policy) -> tuple[NodeId, ...]:
+    """Nodes of the roster that approved proposals may take out now.
+
+    Never a node together with the one that holds the copies of its state: the second one goes when the copies are
+    somewhere else.
+    """
+    if job.roster is None:
+        return ()
+    out: list[NodeId] = []
+    for one in job.proposals.values():
+        if one.state == "APPROVED" and not may_go_on(job, one, now, policy):
+            for name in one.nodes:
+                at = job.roster.place(name)
+                busy = at is None or name in out or at.buddy in out or not lives(job, name)
+                if not busy and not any(other.buddy == name for other in job.roster.places if other.node in out):
+                    out.append(name)
+    return tuple(out)
+
+
+def move(
+    draft: Draft, one: Proposal, to: ProposalState, *, by: str, why: str, incident: IncidentId | None = None
+) -> None:
+    draft.emit(ProposalMoved(job=draft.job.id, at=draft.now, proposal=one.id, to=to, by=by, why=why, incident=incident))
+    if not draft.job.proposals[one.id].open:
+        draft.clear(deadlines.proposal(one.id))
+
+
+def time_is_over(draft: Draft, name: str) -> None:
+    """Nobody has decided, or no spare node has come."""
+    one = draft.job.proposals.get(name)
+    if one is None or not one.open:
+        return
+    if one.state == "PROPOSED":
+        why = f"nobody has decided within {draft.policy.approve_s:g} s (approve_s)"
+    else:
+        why = (
+            may_go_on(draft.job, one, draft.now, draft.policy)
+            or "it could not be carried out in time: no spare node, or no calm moment"
+        )
+    move(draft, one, "EXPIRED", by=AUTO, why=why)
+
+
+def settle(draft: Draft) -> None:
+    """Close what is done, and what needs no decision any more: its nodes are lost by themselves, or the job is over."""
+    job = draft.job
+    for one in [one for one in job.proposals.values() if one.open]:
+        if any(lives(job, name) for name in one.nodes):
+            if job.over:
+                move(draft, one, "REJECTED", by=AUTO, why=f"the job is {job.state}")
+        elif one.state == "APPROVED" and any(job.nodes[name].faulty for name in one.nodes):
+            where = f"epoch {show_epoch(job.epoch)} is open without node {', '.join(one.nodes)}"
+            move(draft, one, "CARRIED_OUT", by=one.by, why=where, incident=job.current)
+        else:
+            move(draft, one, "REJECTED", by=AUTO, why="its nodes were lost before anything was done to them")
