@@ -18,6 +18,7 @@ from keepstep.agent.exceptions import SpawnRefused
 from keepstep.agent.files import tail_lines
 from keepstep.agent.first_error import first_error, size
 from keepstep.agent.node import Node
+from keepstep.agent.positions import forget_positions
 from keepstep.agent.shimlink import ShimLink
 from keepstep.agent.slots import Role, Slot
 from keepstep.agent.watch import Watch
@@ -177,6 +178,7 @@ class Programs:
         self._node.table.add(slot)
         if slot.is_program:
             create_beat(self._node.dir, slot.id)
+            forget_positions(self._node.dir, {s.id for s in self._node.table} | {s.slot for s in self._node.seats()})
             self._console.follow(slot)
         self._awaited.add(slot.id)
         try:

@@ -14,7 +14,9 @@ from typing import Any, assert_never
 from keepstep.agent import proc, stacks
 from keepstep.agent.exceptions import SpawnRefused
 from keepstep.agent.faults import Faults
+from keepstep.agent.links import links_of
 from keepstep.agent.node import Node
+from keepstep.agent.positions import take_positions
 from keepstep.agent.programs import Programs
 from keepstep.agent.slots import Slot
 from keepstep.agent.workers import Workers
@@ -225,13 +227,25 @@ class Supervisor:
         """Show where the ranks' processes stand; what cannot be seen is said process by process."""
         workers = [slot for slot in self._node.table.workers() if slot.rank in action.ranks and slot.alive()]
         trees = [stacks.Tree(Rank(slot.rank), slot.id, slot.pid) for slot in workers if slot.rank is not None]
+        # Also of a process that has just ended: where it was tells why the others wait.
+        seats = [seat for seat in self._node.seats() if seat.rank in action.ranks]
         try:
+            positions = take_positions(self._node.dir, seats)
+            links, addresses = links_of({tree.rank: tree.pid for tree in trees})
             found = await stacks.take(trees, self._node.dir, native=action.native)
         except Exception as error:
             self._node.say(f"internal error while looking into the processes: {error!r}")
             self._finish(action, f"internal error: {error!r}")
             return
-        self._node.report(StacksTaken, epoch=action.epoch, request=action.request, processes=tuple(found))
+        self._node.report(
+            StacksTaken,
+            epoch=action.epoch,
+            request=action.request,
+            processes=tuple(found),
+            positions=positions,
+            links=links,
+            addresses=addresses,
+        )
         self._finish(action, "")
 
     # ------------------------------------------------------------ the end

@@ -46,6 +46,8 @@ ROSTER_FILE = "roster"
 """Newest accepted roster, msgpack; the keeper reads it, and an agent that is started again."""
 KEEPER_PORT_FILE = "keeper.port"
 BEAT_DIR = "beat"
+FLIGHT_DIR = "flight"
+"""``flight/<slot>``: which collectives each trainer has launched (``model.flight``)."""
 SNAP_DIR = "snap"
 """``snap/rank<r>.<0|1|2>``: versions of each local rank's state, written by the trainer. The third file only exists
 where durable tiers do: one version may be held for them while the other two go on alternating."""

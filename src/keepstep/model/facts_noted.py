@@ -7,7 +7,7 @@ from typing import Literal
 from keepstep.model.fact import Fact
 from keepstep.model.ids import Epoch, Rank
 from keepstep.model.pace import NodePace, RankPace
-from keepstep.model.position import RankPosition
+from keepstep.model.position import Link, RankPosition
 from keepstep.model.stacks import ProcessStacks
 
 
@@ -71,12 +71,20 @@ class GuardNoted(Fact, frozen=True, kw_only=True):
 
 
 class StacksTaken(Fact, frozen=True, kw_only=True):
-    """Where the processes of this node's ranks stood, all within a few seconds."""
+    """Where the processes of this node's ranks stood, all within a few seconds.
+
+    Attributes:
+        positions: of the ranks that tell them; none without ``keepstep.init`` in the script.
+        links: connections that get no answer.
+        addresses: this node's, as the connections of its ranks use them.
+    """
 
     epoch: Epoch
     request: int
     processes: tuple[ProcessStacks, ...]
     positions: tuple[RankPosition, ...] = ()
+    links: tuple[Link, ...] = ()
+    addresses: tuple[str, ...] = ()
 
 
 class RanksPaced(Fact, frozen=True, kw_only=True):

@@ -44,8 +44,12 @@ class GroupPosition(Struct, frozen=True, kw_only=True):
     Attributes:
         group: torch's name of it.
         ranks: its members, by their rank in the world.
-        launched, finished: operations so far.
-        last: the newest operation that was launched.
+        launched, finished: operations of all members together (collectives) since the group was last connected.
+        last: the newest one that was launched.
+        recent: the newest ones, oldest first.
+        pending: sequence numbers among ``recent`` that are not over.
+        messages: point-to-point operations that are not over; they are counted by themselves, since two members do
+            them without the others.
     """
 
     group: str
@@ -53,6 +57,16 @@ class GroupPosition(Struct, frozen=True, kw_only=True):
     launched: int
     finished: int
     last: Collective | None = None
+    recent: tuple[Collective, ...] = ()
+    pending: tuple[int, ...] = ()
+    messages: tuple[Collective, ...] = ()
+
+    @property
+    def inside(self) -> Collective | None:
+        """The oldest collective that was launched and is not over, as far as it is known."""
+        if self.launched <= self.finished:
+            return None
+        return next((one for one in self.recent if one.sequence in self.pending), self.last)
 
 
 class RankPosition(Struct, frozen=True, kw_only=True):
@@ -62,3 +76,19 @@ class RankPosition(Struct, frozen=True, kw_only=True):
     slot: SlotId
     groups: tuple[GroupPosition, ...]
     source: Literal["sdk", "flight-recorder"] = "sdk"
+
+
+class Link(Struct, frozen=True, kw_only=True):
+    """A connection of a rank's process whose other end does not answer: the kernel sends the same bytes again.
+
+    Attributes:
+        local, peer: ``address:port``.
+        unacked: bytes sent and not acknowledged.
+        timeouts: in a row, without an answer. A peer that is merely busy or stopped still acknowledges.
+    """
+
+    rank: Rank
+    local: str
+    peer: str
+    unacked: int
+    timeouts: int

@@ -19,6 +19,7 @@ from torch import distributed as dist
 from torch.futures import Future
 
 from keepstep.trainer.exceptions import CommunicationAborted
+from keepstep.trainer.flight import Track
 from keepstep.trainer.meter import Meter
 from keepstep.trainer.sockets import Handle, shut_down
 from keepstep.trainer.waiters import Waiters
@@ -246,9 +247,10 @@ def _raise_or_value(future: Future[Any]) -> Any:
 class CircuitWork(dist.Work):
     """The handle that a collective returns: the backend's own, with an end from outside."""
 
-    def __init__(self, circuit: Circuit, inner: Any, *, sliced: bool) -> None:
+    def __init__(self, circuit: Circuit, inner: Any, *, sliced: bool, landed: tuple[Track, int]) -> None:
         super().__init__()
         self.inner = inner
+        self._landed = landed
         self._circuit = circuit
         self._sliced = sliced
         self._over = False
@@ -287,6 +289,8 @@ class CircuitWork(dist.Work):
         # After a cut the backend may still be writing; `settle` waits for that.
         if self._circuit.cut_because is None or self.inner.is_completed():
             self._circuit.landed(self.inner)
+        track, number = self._landed
+        track.finish(number)
         self._circuit.meter.finish()
 
     def __del__(self) -> None:

@@ -179,7 +179,7 @@ class _Script(StandIn):
 def _script(ddp: DDP, buckets: Sequence[Sequence[int]]) -> SwapGroup:
     rank, size = dist.get_rank(ddp.process_group), dist.get_world_size(ddp.process_group)
     meter = Meter()
-    group = SwapGroup("ddp-layout", rank, size, world=False, meter=meter)
+    group = SwapGroup("ddp-layout", rank, range(size), world=False, meter=meter)
     group.swap(Circuit("ddp-layout", _Script(rank, size, buckets), meter))
     return group
 

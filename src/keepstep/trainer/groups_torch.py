@@ -22,6 +22,7 @@ from keepstep.model.topology import fold_ranks
 from keepstep.trainer.circuit_torch import Circuit, discard
 from keepstep.trainer.errand import Errand
 from keepstep.trainer.exceptions import GroupsAborted, GroupsUnsupported, RebuildFailed, RebuildTimeout
+from keepstep.trainer.flight import Flight
 from keepstep.trainer.gloo_torch import gloo_device
 from keepstep.trainer.meeting_torch import Built, Meeting, flat
 from keepstep.trainer.meter import Meter
@@ -90,6 +91,10 @@ class Groups:
     @on_progress.setter
     def on_progress(self, hook: Callable[[int, int], None] | None) -> None:
         self._meter.on_progress = hook
+
+    def tell_positions(self, flight: Flight) -> None:
+        """Where each group stands is written there from now on; before the first group is made."""
+        self._meter.flight = flight
 
     @property
     def before_reduce(self) -> Callable[[], None] | None:
@@ -289,6 +294,7 @@ class Groups:
                 circuit.drop()
             else:
                 self._scrapyard.take([circuit])
+        self._meter.flight.forget(name)
         if isinstance(seat.group, SwapGroup):
             seat.group.circuit = None
 

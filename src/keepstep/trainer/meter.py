@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from keepstep.trainer.flight import Flight
+
 
 class Meter:
     """Counters and hooks shared by all groups of a process.
 
     ``world_ops`` counts reductions over all ranks: once one of them is over, every rank has launched it, and so has
-    been through ``before_reduce``.
+    been through ``before_reduce``. ``flight`` takes down where each group is; private memory until it is replaced.
     """
 
-    __slots__ = ("_armed", "_before_reduce", "broken", "finished", "on_progress", "started", "world_ops")
+    __slots__ = ("_armed", "_before_reduce", "_flight", "broken", "finished", "on_progress", "started", "world_ops")
 
     def __init__(self) -> None:
         self.started = 0
@@ -26,6 +28,17 @@ class Meter:
         self.on_progress: Callable[[int, int], None] | None = None
         self._before_reduce: Callable[[], None] | None = None
         self._armed = False
+        self._flight: Flight | None = None
+
+    @property
+    def flight(self) -> Flight:
+        if self._flight is None:  # not at import: a process forked from this one must not share the memory
+            self._flight = Flight()
+        return self._flight
+
+    @flight.setter
+    def flight(self, flight: Flight) -> None:
+        self._flight = flight
 
     @property
     def before_reduce(self) -> Callable[[], None] | None:

@@ -73,7 +73,7 @@ class SwapSeat:
         self._rank = rank
         self._timeout = timeout
         self._meter = meter
-        self._swap = SwapGroup(name, rank, len(ranks), world=world, meter=meter)
+        self._swap = SwapGroup(name, rank, self.ranks, world=world, meter=meter)
         self.group: dist.ProcessGroup = self._swap
 
     def connect(self, wire: Wire) -> list[Circuit]:

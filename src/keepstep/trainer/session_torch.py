@@ -22,6 +22,7 @@ from keepstep.model.wire import TakeSeat, WorkerFailed
 from keepstep.trainer.beat import Beat
 from keepstep.trainer.control import Control
 from keepstep.trainer.exceptions import CannotResume
+from keepstep.trainer.flight import Flight
 from keepstep.trainer.groups_torch import GROUPS, Groups
 from keepstep.trainer.join_torch import Identity, join_roster
 from keepstep.trainer.losses import LossFile
@@ -187,6 +188,7 @@ def join(version: str, timeout: timedelta | None) -> Session:
     beat.epoch(roster.epoch, 0)
     beat.phase(Phase.SETUP)
     GROUPS.on_progress = beat.collective
+    GROUPS.tell_positions(Flight(node_dir / env.FLIGHT_DIR / slot))
     SPENT.watch_collections()
     who, groups = join_roster(roster, seat, stand_in=roster.mode == "in_process", timeout=timeout)
     session = Session(

@@ -6,14 +6,16 @@ fault these objects stay and get a new circuit. See docs/decisions/0002.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
 from keepstep.trainer.circuit_torch import Circuit, CircuitWork
+from keepstep.trainer.flight import Track
 from keepstep.trainer.meter import Meter
+from keepstep.trainer.operations_torch import OPERATIONS, Operation, describe
 
 BACKEND = "keepstep"
 """The name under which the backend is registered with torch.distributed."""
@@ -22,12 +24,15 @@ BACKEND = "keepstep"
 class SwapGroup(dist.ProcessGroup):
     """All collectives of c10d, each launched on the present circuit."""
 
-    def __init__(self, name: str, rank: int, size: int, *, world: bool, meter: Meter) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
+    def __init__(self, name: str, rank: int, ranks: Sequence[int], *, world: bool, meter: Meter) -> None:
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self.key = name
         self._desc = ""
+        self._ranks = tuple(ranks)
         self._spans_world = world
         self._meter = meter
+        self._track = meter.flight.track(name, self._ranks)
+        self._messages: Track | None = None
         self.circuit: Circuit | None = None
         self.on_shutdown: Callable[[SwapGroup], None] | None = None
         # Lets torch know which devices this group serves; operations never reach the C++ dispatcher.
@@ -61,8 +66,11 @@ class SwapGroup(dist.ProcessGroup):
     # ------------------------------------------------------------------ life
 
     def swap(self, circuit: Circuit) -> Circuit | None:
-        """Put a new circuit in; returns the old one."""
+        """Put a new circuit in; returns the old one. All members count their operations from one again."""
         old, self.circuit = self.circuit, circuit
+        self._track = self._meter.flight.track(self.key, self._ranks)
+        if self._messages is not None:
+            self._messages = self._meter.flight.track(self.key, self._ranks, messages=True)
         return old
 
     def abort(self) -> None:
@@ -75,59 +83,39 @@ class SwapGroup(dist.ProcessGroup):
 
     # ------------------------------------------------------------------ launch
 
-    def _launch(self, operation: str, reduces: bool, sliced: bool, args: Any, kwargs: Any) -> Any:
+    def _launch(self, kind: Operation, args: Any, kwargs: Any) -> Any:
         circuit = self.circuit
         if circuit is None:
             raise RuntimeError(f"process group {self.key} has been destroyed")
         circuit.check()
-        self._meter.launch(reduces=reduces, world=self._spans_world)
+        self._meter.launch(reduces=kind.reduces, world=self._spans_world)
+        track = self._message_track() if kind.message else self._track
+        number = track.launch(*describe(kind, args, self._ranks))
         try:
-            work = getattr(circuit.backend, operation)(*args, **kwargs)
+            work = getattr(circuit.backend, kind.backend)(*args, **kwargs)
         except Exception as error:
+            # It stays unfinished in the flight memory: this is the operation at which the rank broke.
             self._meter.finish()
             if circuit.cut_because is not None:
                 raise circuit.error() from error
             if isinstance(error, RuntimeError):
                 self._meter.breaks(error)
             raise
-        return CircuitWork(circuit, work, sliced=sliced)
+        return CircuitWork(circuit, work, sliced=kind.sliced, landed=(track, number))
+
+    def _message_track(self) -> Track:
+        if self._messages is None:
+            self._messages = self._meter.flight.track(self.key, self._ranks, messages=True)
+        return self._messages
 
 
-def _operation(name: str, *, reduces: bool = False, sliced: bool = True) -> Callable[..., Any]:
+def _operation(name: str, kind: Operation) -> Callable[..., Any]:
     def run(self: SwapGroup, *args: Any, **kwargs: Any) -> Any:
-        return self._launch(name, reduces, sliced, args, kwargs)
+        return self._launch(kind, args, kwargs)
 
     run.__name__ = name
     return run
 
 
-_OPERATIONS: dict[str, tuple[str, bool, bool]] = {
-    # name in ProcessGroup: (name in the backend, reduces, may be waited for in slices)
-    # Not in slices: gloo's reduce-scatter does not keep the time-out of a wait, and its point to point breaks on one.
-    "allreduce": ("allreduce", True, True),
-    "allreduce_coalesced": ("allreduce_coalesced", True, True),
-    "reduce": ("reduce", True, True),
-    "reduce_scatter": ("reduce_scatter", True, False),
-    "reduce_scatter_single": ("_reduce_scatter_base", True, False),
-    "_reduce_scatter_base": ("_reduce_scatter_base", True, False),
-    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced", True, False),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced", True, False),
-    "broadcast": ("broadcast", False, True),
-    "allgather": ("allgather", False, True),
-    "allgather_coalesced": ("allgather_coalesced", False, True),
-    "all_gather_single": ("_allgather_base", False, True),
-    "_allgather_base": ("_allgather_base", False, True),
-    "all_gather_single_coalesced": ("allgather_into_tensor_coalesced", False, True),
-    "allgather_into_tensor_coalesced": ("allgather_into_tensor_coalesced", False, True),
-    "gather": ("gather", False, True),
-    "scatter": ("scatter", False, True),
-    "alltoall": ("alltoall", False, True),
-    "all_to_all_single": ("alltoall_base", False, True),
-    "alltoall_base": ("alltoall_base", False, True),
-    "barrier": ("barrier", False, True),
-    "send": ("send", False, False),
-    "recv": ("recv", False, False),
-    "recv_anysource": ("recv_anysource", False, False),
-}
-for _name, (_inner, _reduces, _sliced) in _OPERATIONS.items():
-    setattr(SwapGroup, _name, _operation(_inner, reduces=_reduces, sliced=_sliced))
+for _name, _kind in OPERATIONS.items():
+    setattr(SwapGroup, _name, _operation(_kind.backend, _kind))
