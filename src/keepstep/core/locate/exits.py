@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from msgspec import Struct
+from msgspec.structs import replace
 
 from keepstep.model.facts import WorkerExited
 from keepstep.model.records import Category
+
+if TYPE_CHECKING:
+    from keepstep.core.locate.told import Told
 
 _SIGNALS = {1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 5: "SIGTRAP", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE",
             9: "SIGKILL", 11: "SIGSEGV", 13: "SIGPIPE", 14: "SIGALRM", 15: "SIGTERM"}  # fmt: skip
 
 _FROM_OUTSIDE = frozenset({1, 2, 7, 9, 15})
 """Signals that a program does not normally earn by its own code: killed, out of memory, failed memory."""
+
+_BUS = 7
+"""Also what a program gets whose /dev/shm is too small."""
 
 _ABORT = 6
 """What NCCL's watchdog ends a survivor with."""
@@ -41,6 +50,30 @@ class Judgement(Struct, frozen=True, kw_only=True):
     words: str
 
 
+def overruled(fact: WorkerExited, judged: Judgement, told: Told, seat: str) -> Judgement:
+    """The judgement of the exit in the light of what all ranks have written.
+
+    Words never make a process that was killed from outside the user's fault: they may be about something that the
+    program got over long before.
+    """
+    from_outside = fact.signal in _FROM_OUTSIDE and fact.signal != _BUS
+    if fact.killed_by_us:
+        return judged
+    if seat in told.seats and told.root_cause:
+        if from_outside and told.category != "infrastructure":
+            return judged
+        if judged.consequence and told.category not in ("infrastructure", "data"):
+            return judged
+        same = judged.category == told.category
+        sure = max(judged.probability, told.probability) if same else told.probability
+        return replace(judged, category=told.category, consequence=False, probability=sure)
+    if from_outside:
+        return judged
+    if seat in told.echoes or (told.root_cause and fact.error is None and not fact.signal and fact.code is not None):
+        return replace(judged, category="transient", consequence=True, probability=0.8)
+    return judged
+
+
 def signal_name(number: int) -> str:
     return _SIGNALS.get(number, f"signal {number}")
 
@@ -60,6 +93,11 @@ def words(fact: WorkerExited) -> str:
     return f"{how} ({last[:160]})" if last else how
 
 
+def echoes(fact: WorkerExited) -> bool:
+    """Whether its last lines tell of somebody else's end."""
+    return any(text in line for line in fact.stderr_tail for text in _ECHOES)
+
+
 def judge(fact: WorkerExited, *, amid: bool) -> Judgement:
     """Judge one exit with a code other than 0, or a code 0 that came too early.
 
@@ -70,7 +108,7 @@ def judge(fact: WorkerExited, *, amid: bool) -> Judgement:
     if fact.error is not None:
         category: Category = "transient" if fact.error.consequence else "user_code"
         return Judgement(category=category, consequence=fact.error.consequence, probability=0.97, words=phrase)
-    echo = any(text in line for line in fact.stderr_tail for text in _ECHOES)
+    echo = echoes(fact)
     if fact.killed_by_us:
         return Judgement(category="unknown", consequence=False, probability=0.5, words=phrase)
     if fact.signal and not (echo and fact.signal == _ABORT):

@@ -12,7 +12,8 @@ from msgspec import Struct
 
 from keepstep.core.draft import nanos
 from keepstep.core.locate.brief import brief
-from keepstep.core.locate.exits import judge
+from keepstep.core.locate.exits import Judgement, judge, overruled
+from keepstep.core.locate.told import Told, told
 from keepstep.core.state import Job, Node, seat_key
 from keepstep.model.facts import WorkerExited
 from keepstep.model.ids import Nanos, NodeId, Rank
@@ -30,6 +31,9 @@ class Fault(Struct, frozen=True, kw_only=True):
         node: the node that is blamed, ``None`` when none is.
         kill: ranks whose process has to be killed because it does not end by itself.
         lost: the whole node is gone.
+        victim: a consequence of another fault.
+        leave: the node lives, and its own words say that it is broken: ranks must not run there again.
+        root_cause, code: in the words of the diagnosis; empty where only exits and positions spoke.
     """
 
     key: str
@@ -43,16 +47,20 @@ class Fault(Struct, frozen=True, kw_only=True):
     onset: Nanos
     kill: tuple[Rank, ...] = ()
     lost: bool = False
+    victim: bool = False
+    leave: bool = False
+    root_cause: str = ""
+    code: str = ""
 
 
 def faults(job: Job, now: Nanos, policy: Policy) -> list[Fault]:
     """All faults on the board that no suspect has been named for yet; lost nodes first, culprits before victims."""
     assert job.roster is not None
     named = set(job.incident.named) if job.incident else set[str]()
-    found = [*_lost_nodes(job, now, policy), *_frozen(job), *_exits(job), *_refusals(job)]
+    found = [*_lost_nodes(job, now, policy), *_frozen(job), *_exits(job), *_said_by_the_living(job), *_refusals(job)]
     gone = {fault.node for fault in found if fault.lost}
     fresh = [f for f in found if f.key not in named and (f.lost or f.node not in gone)]
-    return sorted(fresh, key=lambda fault: (not fault.lost, fault.category == "transient"))
+    return sorted(fresh, key=lambda fault: (not fault.lost, fault.victim))
 
 
 def normal_end(job: Job, fact: WorkerExited) -> bool:
@@ -74,10 +82,11 @@ def early_leavers(job: Job) -> list[WorkerExited]:
 def doubts(job: Job) -> list[str]:
     """Evidence, in words, that somebody is gone, without saying who."""
     named = set(job.incident.named) if job.incident else set[str]()
+    said = told(job)
     lines = [f"rank {rank}'s collective broke: {brief(fact.error)}" for rank, fact in sorted(job.broken.items())]
     for key, fact in job.exits.items():
         if key in job.seats and key not in named and not normal_end(job, fact):
-            judged = judge(fact, amid=False)
+            judged = _judged(fact, key, said, amid=False)
             if judged.consequence:
                 lines.append(f"rank {job.seats[key]} left after its collective broke: {judged.words}")
     return lines
@@ -86,8 +95,9 @@ def doubts(job: Job) -> list[str]:
 def victims(job: Job) -> list[Fault]:
     """The exits among the doubts, as faults without blame."""
     named = set(job.incident.named) if job.incident else set[str]()
+    said = told(job)
     return [
-        _exit_fault(job, key, fact, amid=True)
+        _exit_fault(job, key, fact, said, amid=True)
         for key, fact in job.exits.items()
         if key in job.seats and key not in named and not normal_end(job, fact)
     ]
@@ -101,30 +111,42 @@ def _exits(job: Job) -> Iterator[Fault]:
     known = job.incident is not None and job.incident.state not in ("OPEN", "LOCATING")
     culprit = False
     held = []
+    said = told(job)
     for key, fact in job.exits.items():
         if key not in job.seats or key in job.condemned or normal_end(job, fact):
             continue
-        fault = _exit_fault(job, key, fact, amid=known)
-        if fault.category == "transient" and not known:
+        fault = _exit_fault(job, key, fact, said, amid=known)
+        if fault.victim and not known:
             held.append((key, fact))
         else:
             culprit = True
             yield fault
     if culprit:
         for key, fact in held:
-            yield _exit_fault(job, key, fact, amid=True)
+            yield _exit_fault(job, key, fact, said, amid=True)
 
 
-def _exit_fault(job: Job, key: str, fact: WorkerExited, *, amid: bool) -> Fault:
-    rank = job.seats[key]
+def _judged(fact: WorkerExited, key: str, said: Told | None, *, amid: bool) -> Judgement:
     judged = judge(fact, amid=amid)
+    return overruled(fact, judged, said, key) if said is not None else judged
+
+
+def _exit_fault(job: Job, key: str, fact: WorkerExited, said: Told | None, *, amid: bool) -> Fault:
+    rank = job.seats[key]
+    judged = _judged(fact, key, said, amid=amid)
+    cause = said if said is not None and key in said.seats and judged.category == said.category else None
     if judged.consequence:
         reason = f"rank {rank} left after a collective broke under it: a victim, not a culprit ({judged.words})"
     elif judged.category == "user_code":
         reason = f"rank {rank} ended by its own code: {judged.words}"
+    elif cause is not None:
+        reason = f"rank {rank} on {fact.node} ended: {cause.sentence}"
     else:
         reason = f"rank {rank} on {fact.node} ended: {judged.words}"
-    blame = fact.node if judged.category in ("infrastructure", "unknown") else None
+    if cause is None:
+        blame = fact.node if judged.category in ("infrastructure", "unknown") else None
+    else:
+        blame = cause.node
     return Fault(
         key=key,
         title=f"rank {rank} on {fact.node}: {judged.words}",
@@ -133,9 +155,41 @@ def _exit_fault(job: Job, key: str, fact: WorkerExited, *, amid: bool) -> Fault:
         ranks=(rank,),
         probability=judged.probability,
         reason=reason,
-        evidence=(f"process {fact.slot} of rank {rank} on {fact.node}: {judged.words}",),
+        evidence=(
+            *(cause.evidence if cause is not None else ()),
+            f"process {fact.slot} of rank {rank} on {fact.node}: {judged.words}",
+        ),
         onset=fact.at,
+        victim=judged.consequence,
+        leave=cause is not None and cause.leave and blame == fact.node,
+        root_cause=cause.root_cause if cause is not None else "",
+        code=cause.code if cause is not None else "",
     )
+
+
+def _said_by_the_living(job: Job) -> Iterator[Fault]:
+    """A rank whose collective broke with words that prove its own machine broken: it lives, and cannot go on there."""
+    if not job.broken or (said := told(job)) is None or not said.leave:
+        return
+    for rank, fact in sorted(job.broken.items()):
+        seat = job.seat_of(rank)
+        key = seat_key(seat.node, seat.slot)
+        if key in said.seats and key not in job.exits and key not in job.condemned and seat.node == said.node:
+            yield Fault(
+                key=key,
+                title=f"rank {rank} on {seat.node}: {brief(fact.error)}",
+                category=said.category,
+                node=said.node,
+                ranks=(rank,),
+                probability=said.probability,
+                reason=f"rank {rank} on {seat.node} cannot go on: {said.sentence}",
+                evidence=said.evidence,
+                onset=fact.at,
+                kill=(rank,),
+                leave=True,
+                root_cause=said.root_cause,
+                code=said.code,
+            )
 
 
 def early_fault(job: Job, fact: WorkerExited) -> Fault:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from keepstep.core.decide.ladder import Plan, choose
-from keepstep.core.decide.situation import lost_nodes, spare_nodes, survey, vacant_ranks
+from keepstep.core.decide.proposals import propose, settle
+from keepstep.core.decide.situation import lost_nodes, repeat_offender, spare_nodes, survey, vacant_ranks
 from keepstep.core.detect import deadlines
-from keepstep.core.draft import Draft
+from keepstep.core.draft import Draft, nanos
 from keepstep.core.locate.faults import Fault
+from keepstep.core.locate.past import alike
 from keepstep.core.recover import rosters
 from keepstep.core.recover.end import give_up
 from keepstep.core.standby.pool import forget_node, order_standbys, seat_standbys
@@ -56,6 +58,10 @@ def _name(draft: Draft, fault: Fault) -> None:
             probability=fault.probability,
             reason=fault.reason,
             evidence=fault.evidence,
+            root_cause=fault.root_cause,
+            code=fault.code,
+            similar=alike(job, fault),
+            leave=fault.leave,
         )
     )
     for rank in fault.kill:
@@ -68,6 +74,7 @@ def _name(draft: Draft, fault: Fault) -> None:
 
 def act(draft: Draft, *, floor: Rung = "in_process", no_capacity: bool = False) -> None:
     """Choose a rung for the open incident and carry it out, or say what it waits for."""
+    _accuse(draft)
     job, incident = draft.job, draft.incident
     plan = choose(survey(job, draft.now, draft.policy, floor=floor, no_capacity=no_capacity))
     if incident.planned != plan.rung or incident.plan != plan.reason:
@@ -100,12 +107,40 @@ def act(draft: Draft, *, floor: Rung = "in_process", no_capacity: bool = False) 
         return
     _drain(draft, plan)
     enter(draft, roster)
+    settle(draft)
     draft.move_incident("RECOVERING", f"epoch {show_epoch(roster.epoch)} is open")
     draft.move_job("RECOVERING", plan.reason)
     order_standbys(draft)
 
 
 _EVIDENCE = (deadlines.LOCATE, deadlines.EXPLAIN, deadlines.PATIENCE)
+
+
+def _accuse(draft: Draft) -> None:
+    """A living node on which processes fail again and again: propose to take it out."""
+    job, incident = draft.job, draft.incident
+    name = repeat_offender(job, incident, draft.now, draft.policy)
+    if name is None:
+        return
+    lately = sum(at > draft.now - nanos(draft.policy.node_fault_window_s) for at in job.nodes[name].faults)
+    if incident.leave == name:
+        reason = f"node {name} is broken by its own words"
+    elif lately >= draft.policy.node_faults_to_suspect:
+        reason = f"{lately} processes failed on node {name} within {draft.policy.node_fault_window_s:g} s"
+    else:
+        reason = f"{incident.attempts} attempts on node {name} led to no new step"
+    seats = job.roster.seats_on(name) if job.roster else ()
+    propose(
+        draft,
+        kind="swap",
+        nodes=(name,),
+        ranks=[seat.rank for seat in seats],
+        reason=f"{reason}, the last one: {incident.reason}",
+        evidence=incident.evidence,
+        probability=incident.probability,
+        rejected=("keep the node: its next process would probably fail, too",),
+        incident=incident.id,
+    )
 
 
 def _roster(draft: Draft, plan: Plan) -> Roster | None:
@@ -116,7 +151,7 @@ def _roster(draft: Draft, plan: Plan) -> Roster | None:
     spares = spare_nodes(job)
     moves = dict(zip(plan.moves, (node.node for node in spares), strict=False))
     if plan.rung == "restart_job":
-        nodes = _restart_nodes(draft, spares)
+        nodes = _restart_nodes(draft, spares, plan)
         picked = rosters.pick_store(job, [node.node for node in nodes])
         if picked is None:
             return None
@@ -129,11 +164,12 @@ def _roster(draft: Draft, plan: Plan) -> Roster | None:
     return rosters.reseat(job, vacant_ranks(job), moves, picked[1], epoch, warm=warm, incident=incident.id)
 
 
-def _restart_nodes(draft: Draft, spares: list[Node]) -> list[Node]:
-    """The old nodes in their places, lost ones replaced; a job without state takes what is there, up to its maximum."""
+def _restart_nodes(draft: Draft, spares: list[Node], plan: Plan) -> list[Node]:
+    """The old nodes in their places, lost and broken ones replaced; a job without state takes what is there, up to its
+    maximum."""
     job = draft.job
     assert job.roster is not None
-    lost = lost_nodes(job)
+    lost = {*lost_nodes(job), *plan.moves}
     nodes: list[Node] = []
     for place in job.roster.places:
         if place.node not in lost:
@@ -148,8 +184,6 @@ def _restart_nodes(draft: Draft, spares: list[Node]) -> list[Node]:
 
 def _drain(draft: Draft, plan: Plan) -> None:
     """A living node that is given up: its processes end with the next epoch."""
-    if plan.rung != "replace_node":
-        return
     for name in plan.moves:
         node = draft.job.nodes[name]
         if not node.lost:
