@@ -1,4 +1,4 @@
-"""What the SDK's guard says is in the story and among the evidence, and moves nothing."""
+"""What the SDK's guard says is in the story and among the evidence; what it has only done moves nothing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def test_the_guards_words_are_told_and_decide_nothing() -> None:
     fleet.say(
         NodeId(str(node)),
         GuardNoted,
-        what="replicas",
+        what="skipped",
         step=11,
-        why="rank 2 differs",
+        why="rank 2 has gradients that are not finite",
         ranks=(Rank(2),),
         tensor="p/m/w",
         since=8,

@@ -176,12 +176,13 @@ def accepted_view(entries: Sequence[Entry]) -> View:
 
 
 def incident_entries(event_log: EventLog, incident: str, *, limit: int = INCIDENT_ENTRIES) -> list[Entry]:
-    """Entries from the fact that opened the incident to the end of it, at most ``limit``.
+    """Entries from the fact that opened the incident to the end of it, and what names it later, at most ``limit``.
 
     Incident ids begin with their job's id, and their records name them; so one pass over the log finds the piece.
     """
     out: list[Entry] = []
     fact: Entry | None = None
+    over = False
     for entry in event_log.read():
         if isinstance(entry.record, Observed):
             fact = entry
@@ -189,15 +190,15 @@ def incident_entries(event_log: EventLog, incident: str, *, limit: int = INCIDEN
             if isinstance(entry.record, IncidentOpened) and entry.record.incident == incident:
                 out = [*([fact] if fact else []), entry]
             continue
-        if len(out) < limit and entry.record.job == out[-1].record.job:
+        mine = _names(entry, incident) if over else entry.record.job == out[-1].record.job
+        if len(out) < limit and mine:
             out.append(entry)
-        if _ends(entry, incident):
-            break
+        over = over or _ends(entry, incident)
     return out
 
 
 def _of_incident(entries: Sequence[Entry], job: JobId, incident: IncidentId) -> list[Entry]:
-    """The piece of ``entries`` from the fact before the opening to the closing record."""
+    """The piece of ``entries`` from the fact before the opening to the closing record, and what names it later."""
     mine = [entry for entry in entries if entry.record.job == job]
     start = next((i for i, e in enumerate(mine) if _opens(e, incident)), None)
     if start is None:
@@ -205,7 +206,11 @@ def _of_incident(entries: Sequence[Entry], job: JobId, incident: IncidentId) -> 
     end = next((i for i, e in enumerate(mine) if i > start and _ends(e, incident)), len(mine) - 1)
     while start > 0 and not isinstance(mine[start].record, Observed):
         start -= 1
-    return mine[start : end + 1]
+    return [*mine[start : end + 1], *(entry for entry in mine[end + 1 :] if _names(entry, incident))]
+
+
+def _names(entry: Entry, incident: str) -> bool:
+    return getattr(entry.record, "incident", None) == incident
 
 
 def _opens(entry: Entry, incident: str) -> bool:

@@ -57,7 +57,9 @@ def fold_fact(job: Job, fact: AnyFact) -> None:
     match fact:
         case JobSubmitted() | StopRequested() | InjectRequested() | StacksRequested() | TimePassed() | StandbyReady():
             pass  # what follows from them is in the records behind
-        case OperatorSaid() | GuardNoted() | SelfTestDone():
+        case SelfTestDone():
+            job.selftests[fact.node] = fact
+        case OperatorSaid() | GuardNoted():
             pass  # what follows from them is in the records behind, or the SDK has acted by itself
         case RanksPaced():
             if fact.epoch == job.epoch and job.in_roster(fact.node):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from keepstep.core.summary_copies import copies_lines
+from keepstep.core.summary_decisions import investigation_lines
 from keepstep.core.summary_lines import clock, evidence_line, record_words, rejections
 from keepstep.model.ids import IncidentId
 from keepstep.model.records import (
@@ -72,10 +73,11 @@ def _guilty(suspects: Sequence[SuspectNamed]) -> SuspectNamed | None:
 
 
 def of_incident(records: Iterable[AnyRecord], incident: str) -> list[AnyRecord]:
-    """The piece of the log from the fact that opened the incident to its last record."""
+    """The piece of the log from the fact that opened the incident to its end, and what was said of it later."""
     own: list[AnyRecord] = []
     before: Observed | None = None
     job = None
+    over = False
     for record in records:
         if not own:
             if isinstance(record, Observed):
@@ -86,9 +88,9 @@ def of_incident(records: Iterable[AnyRecord], incident: str) -> list[AnyRecord]:
             continue
         if record.job != job:
             continue
-        if _after_end(own, record, incident):
-            break
-        own.append(record)
+        over = over or _after_end(own, record, incident)
+        if not over or getattr(record, "incident", None) == incident:
+            own.append(record)
     return own
 
 
@@ -143,6 +145,7 @@ def _outcome(own: Sequence[AnyRecord]) -> list[str]:
         lines.append(f"{label} {plan.rung}. {plan.reason}")
         lines += [f"        not {line}" for line in rejections(plan.rejected)]
     lines += [f"node:   {r.node} -> {r.to}: {r.why}" for r in own if isinstance(r, NodeMoved) and r.to == "QUARANTINED"]
+    lines += investigation_lines(own)
     lines += copies_lines(own)
     measured = next((r for r in own if isinstance(r, IncidentMeasured)), None)
     ended = next((r for r in own if isinstance(r, IncidentMoved) and r.to in ("RESOLVED", "ESCALATED")), None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import assert_never
 
 from keepstep.model.records import (
+    AnyRecord,
     AutomationMoved,
     IncidentMarked,
     InvestigationMoved,
@@ -38,3 +40,13 @@ def decision_words(record: Decision) -> str:
             return f"pace      {who} slow ({record.cause}), the job takes {record.slowdown:.2f} x as long: {record.why}"
         case _:
             assert_never(record)
+
+
+def investigation_lines(records: Iterable[AnyRecord]) -> list[str]:
+    """How investigations of silent corruption went on, one line per state, for the page of the incident they are of."""
+    moves = [record for record in records if isinstance(record, InvestigationMoved)]
+    lines = []
+    for move in moves:
+        more = "".join(f"; {line}" for line in move.evidence)
+        lines.append(f"sdc:    {move.investigation} {move.to}: {move.why}{more}")
+    return lines

@@ -102,12 +102,15 @@ class TaintCheckpoints(Action, frozen=True, kw_only=True):
     Attributes:
         since: committed steps of the newest state that is known to be clean.
         until: committed steps of the newest state that may be tainted.
+        before: what was written after this time (Unix, nanoseconds) is of steps that were done again, and stays
+            unmarked; 0 marks all of them.
         clear: take the mark away again; the investigation found nothing.
     """
 
     since: int
     until: int
     why: str
+    before: int = 0
     clear: bool = False
 
 

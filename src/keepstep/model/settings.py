@@ -43,6 +43,10 @@ class Policy(Struct, frozen=True, kw_only=True):
         slow_share: how much longer than the median a rank's own time must be, as a share of the step.
         swap_gain: share of the job's time that a planned swap must win back before it is proposed.
         boundary_s: how long a planned swap waits for ranks to reach the end of their step.
+        sdc_window_s: a second corruption from one node within this time confirms that it is the node's.
+        soak_s: how long a node that is suspected of silent corruption examines itself while training goes on; 0 orders
+            no test.
+        soak_share: of its processors that this may take.
     """
 
     lease_s: float = 10.0
@@ -71,6 +75,9 @@ class Policy(Struct, frozen=True, kw_only=True):
     slow_share: float = 0.1
     swap_gain: float = 0.05
     boundary_s: float = 30.0
+    sdc_window_s: float = 604_800.0
+    soak_s: float = 120.0
+    soak_share: float = 0.1
 
 
 class CheckpointPolicy(Struct, frozen=True, kw_only=True):
