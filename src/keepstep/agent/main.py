@@ -28,6 +28,7 @@ from keepstep.agent.faults import Faults
 from keepstep.agent.helpers import FINISH_S, FINISH_STOPPED_S, Helpers
 from keepstep.agent.node import Node
 from keepstep.agent.notes import NotesDoor
+from keepstep.agent.pace import Paces
 from keepstep.agent.programs import Programs
 from keepstep.agent.pulse import Pulse
 from keepstep.agent.restores import Restores
@@ -38,6 +39,7 @@ from keepstep.agent.uplink import Uplink
 from keepstep.agent.workers import Workers
 from keepstep.model.actions import StopJob
 from keepstep.model.facts import AgentLeft, WorkerExited
+from keepstep.model.wire import Welcome
 
 STOP_GRACE_S = 10.0
 """From the signal to SIGKILL when this node is told to leave; a second signal ends the waiting."""
@@ -66,6 +68,7 @@ class Agent:
         self.deputy = Deputy(node, self.supervisor, self.helpers, self.uplink)
         self.pulse = Pulse(node)
         self.restores = Restores(node)
+        self.paces = Paces(node)
         self._left: asyncio.Future[Departure] = asyncio.get_running_loop().create_future()
         self._farewell: asyncio.Task[None] | None = None
         self._connect_parts()
@@ -73,6 +76,7 @@ class Agent:
     def _connect_parts(self) -> None:
         self.faults.shim_pid = lambda: self.link.pid
         self.uplink.on_orders = self.supervisor.order
+        self.uplink.on_welcome = self._welcomed
         self.supervisor.on_join = self.helpers.used
         self.supervisor.on_stop = self._stopped
         self.workers.on_resumed = self.programs.resumed
@@ -98,7 +102,14 @@ class Agent:
             self.node.tell = self.teller.say
             self.console.start()
             self.programs.adopt()
-            work = (self.link.run(), self._report(), self.pulse.run(), self.restores.run(), self._lonely())
+            work = (
+                self.link.run(),
+                self._report(),
+                self.pulse.run(),
+                self.restores.run(),
+                self.paces.run(),
+                self._lonely(),
+            )
             parts = [self._part(one) for one in work]
             self.helpers.start()
             if self.restarted:
@@ -122,6 +133,9 @@ class Agent:
     async def _report(self) -> None:
         await self.helpers.keeper_ready()
         await self.uplink.run()
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        self.paces.window_s = welcome.pace_window_s
 
     def _part(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A part that must not end by itself; its error is the agent's."""

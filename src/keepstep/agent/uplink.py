@@ -57,6 +57,7 @@ class Uplink:
         self.since = asyncio.get_running_loop().time()
         """When the line last changed between up and down."""
         self.on_orders: Callable[[AnyAction], None] = lambda action: None
+        self.on_welcome: Callable[[Welcome], None] = lambda welcome: None
         self.peer_port = 0
         node.outbox.on_add = self._added
 
@@ -149,6 +150,7 @@ class Uplink:
 
     def _welcome(self, welcome: Welcome) -> None:
         outbox = self._node.outbox
+        self.on_welcome(welcome)
         outbox.welcome(welcome.acked)
         outbox.away = False
         facts: list[AnyFact] = [self._joined(), *outbox.pending()]

@@ -71,6 +71,7 @@ class AgentDesk:
         token: str,
         lease_s: float,
         heartbeat_s: float,
+        pace_window_s: float = 0.0,
         monotonic: Callable[[], float],
     ) -> None:
         self._inbox = inbox
@@ -80,6 +81,7 @@ class AgentDesk:
         self._token = token.encode()
         self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
+        self._pace_window_s = pace_window_s
         self._monotonic = monotonic
         self._all: set[AgentConnection] = set()
         self._by_node: dict[NodeKey, AgentConnection] = {}
@@ -123,6 +125,7 @@ class AgentDesk:
                 acked=self._book.acked(key),
                 lease_s=self._lease_s,
                 heartbeat_s=self._heartbeat_s,
+                pace_window_s=self._pace_window_s,
             )
         )
         pending = self._book.pending(key)

@@ -98,6 +98,7 @@ class _Service:
             clock=clock,
             token=token,
             lease_s=config.policy.lease_s,
+            pace_window_s=config.policy.pace_window_s,
             heartbeat_s=config.heartbeat_s,
             monotonic=time.monotonic,
         )

@@ -66,6 +66,8 @@ class Welcome(Frame, frozen=True, kw_only=True):
     acked: int
     lease_s: float
     heartbeat_s: float
+    pace_window_s: float = 0.0
+    """Length of one window of step times; 0 where none are measured."""
 
 
 class Refused(Frame, frozen=True, kw_only=True):
