@@ -44,7 +44,9 @@ class StacksRequested(Fact, frozen=True, kw_only=True):
     number: int = 0
 
 
-Verb = Literal["ack", "approve", "reject", "undo", "merge", "freeze", "thaw", "sdc-open", "sdc-step", "sdc-close"]
+Verb = Literal[
+    "ack", "approve", "reject", "undo", "merge", "freeze", "thaw", "mode", "sdc-open", "sdc-step", "sdc-close"
+]
 
 
 class OperatorSaid(Fact, frozen=True, kw_only=True):
@@ -52,11 +54,12 @@ class OperatorSaid(Fact, frozen=True, kw_only=True):
 
     ``ack``: somebody has seen the incident. ``approve``, ``reject``: a proposal. ``undo``: take back what was done
     (a node that went comes back). ``merge``: ``subject`` is part of ``other``. ``freeze``, ``thaw``: all automation of
-    the job. ``sdc-open``, ``sdc-step``, ``sdc-close``: an investigation of silent data corruption.
+    the job. ``mode``: what automation may do from now on. ``sdc-open``, ``sdc-step``, ``sdc-close``: an investigation
+    of silent data corruption.
 
     Attributes:
-        subject: incident, proposal, investigation or node that it is about; empty for ``freeze`` and ``thaw``.
-        other: what it is merged into; the state that an investigation is moved to.
+        subject: incident, proposal, investigation or node that it is about; empty where it is about the whole job.
+        other: what it is merged into; the mode; the state that an investigation is moved to.
         ranks: that a new investigation suspects.
         number: names the request.
     """
