@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from keepstep.core.locate.past import matches
 from keepstep.core.locate.told import EVIDENCE_LINES, READ_VOICES, told, words_of
 from keepstep.core.state import Incident, Job
+from keepstep.core.summary import incident_block
 from keepstep.model.facts import UserError
 from keepstep.model.ids import NodeId
 from keepstep.model.records import PlanMade, SuspectNamed
@@ -141,6 +143,24 @@ def test_words_of_the_living_count_too() -> None:
     fleet.pump()
     seen = incident(fleet)
     assert (seen.category, seen.node, seen.suspects) == ("infrastructure", "n1", (3,))
+
+
+def test_the_page_shows_the_cause_its_words_and_what_was_like_it() -> None:
+    """Cause, how to look it up, the lines; an earlier incident of the same cause with what was done about it."""
+    fleet = running(standby_nodes=2)
+    for rank in (1, 3):
+        fleet.kill(rank, code=1, first_error=FELL)
+        fleet.pump()
+        fleet.train()
+    page = incident_block(fleet.log, "lm-i2")
+    assert f"   |  said      n1:r3 | {FELL[0]}" in page
+    assert "  = cause:  gpu_fell_off_bus (infrastructure); keepstep explain GPU079" in page
+    assert named(fleet)[-1].similar == ("lm-i1",)
+    (match,) = matches(fleet.job, incident(fleet))
+    assert (match.same, match.past.done) == (("cause", "code"), "replace_node")
+    assert match.past.ended.startswith("RESOLVED")
+    assert match.past.took_s is not None
+    assert not matches(fleet.job, next(iter(fleet.job.incidents.values())))
 
 
 def test_hearsay_about_another_node_evicts_nobody() -> None:

@@ -280,7 +280,22 @@ def block(source: Source, incident: str, *, timeline: bool) -> list[str]:
     answer = source.incident(incident)
     records = [event["record"] for event in answer["events"]]
     own = [msgspec.convert(record, AnyRecord, strict=False) for record in records]
-    return incident_timeline(own, incident) if timeline else incident_block(own, incident)
+    if timeline:
+        return incident_timeline(own, incident)
+    *lines, last = incident_block(own, incident)
+    return [*lines, *(f"  = {line}" for line in before_lines(answer.get("similar", ()))), last]
+
+
+def before_lines(similar: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Past incidents that were like this one: what they have in common, what was done, how that ended."""
+    lines = []
+    for one in similar:
+        took = "" if one["took_s"] is None else f" in {one['took_s']:.1f} s"
+        ended = str(one["ended"]).partition(":")[0]
+        lines.append(
+            f"before: {one['id']}, same {' and '.join(one['same'])}: {one['done'] or 'nothing done'}, {ended}{took}"
+        )
+    return lines
 
 
 def job_name(source: Source, job: str) -> str:

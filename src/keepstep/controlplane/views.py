@@ -17,6 +17,8 @@ from keepstep.controlplane.checkpoint_views import checkpoint_rows, copies_row, 
 from keepstep.controlplane.folding import LOG_FILE
 from keepstep.controlplane.moments import when
 from keepstep.core.controller import Controller
+from keepstep.core.diagnose.similar import Match
+from keepstep.core.locate.past import matches
 from keepstep.core.recover.rosters import shortfalls
 from keepstep.core.state import Incident, Job, Node
 from keepstep.model.actions import TakeStacks
@@ -133,7 +135,10 @@ def incident_view(mind: Controller, entries: Sequence[Entry], incident: str) -> 
         "schema": "keepstep.v1/Incident",
         **_incident_row(job, one),
         "reason": one.reason,
+        "root_cause": one.root_cause,
+        "code": one.code,
         "evidence": list(one.evidence),
+        "similar": [similar_row(match) for match in matches(job, one)],
         "plan": one.plan,
         "plans": [_plan(record) for record in (entry.record for entry in own) if isinstance(record, PlanMade)],
         "suspects": [_suspect(record) for record in (e.record for e in own) if isinstance(record, SuspectNamed)],
@@ -343,7 +348,27 @@ def _suspect(suspect: SuspectNamed) -> View:
         "ranks": fold_ranks(suspect.ranks),
         "probability": suspect.probability,
         "reason": suspect.reason,
+        "root_cause": suspect.root_cause,
+        "code": suspect.code,
+        "leave": suspect.leave,
         "evidence": list(suspect.evidence),
+    }
+
+
+def similar_row(match: Match) -> View:
+    """A past incident that is like this one: what both have in common, what was done, how it ended."""
+    past = match.past
+    return {
+        "id": past.id,
+        "job": past.job,
+        "at": when(Nanos(int(past.at * 1e9))),
+        "same": list(match.same),
+        "title": past.title,
+        "category": past.category,
+        "node": past.case.node or None,
+        "done": past.done,
+        "ended": past.ended,
+        "took_s": past.took_s,
     }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from keepstep.core.summary_cause import cause_lines, said_lines
 from keepstep.core.summary_copies import copies_lines
 from keepstep.core.summary_decisions import investigation_lines
 from keepstep.core.summary_lines import clock, evidence_line, record_words, rejections
@@ -46,8 +47,8 @@ def incident_block(records: Iterable[AnyRecord], incident: str) -> list[str]:
     who = f"culprit: {guilty.category}  p={guilty.probability:.2f}" if guilty else "culprit: not known yet"
     title = guilty.reason if guilty else opened.title
     lines = [f"error[{incident}]: {title:<64}  {who}", f"  --> {_where(own, opened, suspects)}"]
-    lines += [f"   |  {line}" for line in _evidence(own)]
-    lines += [f"  = {line}" for line in _outcome(own)]
+    lines += [f"   |  {line}" for line in (*said_lines(suspects), *_evidence(own))]
+    lines += [f"  = {line}" for line in (*cause_lines(guilty), *_outcome(own))]
     lines.append(f"  help: keepstep incident {incident} --timeline | keepstep logs {opened.job} --first-error")
     return lines
 
