@@ -127,7 +127,7 @@ def _only_node(cause: Cause, log: Log) -> str:
         if one.node
     ]
     noted = [one.node for tag in _TELLING for one in log.tags.get(tag, ()) if one.node]
-    for named in (told, noted, list(log.places.speakers), list(log.places.nodes)):
+    for named in (told, noted, list(log.told_nodes), list(log.places.speakers), list(log.places.nodes)):
         if len(set(named)) == 1 and not where.is_node_range(named[0]):
             return named[0]
     return noted[0] if noted else ""

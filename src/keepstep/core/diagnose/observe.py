@@ -57,7 +57,10 @@ _GROUPS = {
     "thing2": "thing",
     "thing3": "thing",
     "file2": "file",
+    "node5": "node",
     "rank2": "rank",
+    "rank3": "rank",
+    "rank4": "rank",
 }
 
 
@@ -124,6 +127,7 @@ class Log:
         self.progress: list[int] = []
         self.lists: list[Line] = []
         self.told: Counter[int] = Counter()
+        self.told_nodes: Counter[str] = Counter()
         self.gpus: dict[str, Counter[str]] = {}
         self.last_trouble = 0
         self.source = Source()
@@ -186,6 +190,9 @@ class Log:
             named.append(line.rank)
         if len(set(named)) == 1 and not _LISTING.search(text) and len(self.told) < TIMEOUTS_KEPT:
             self.told[named[0]] += 1
+        for node in [line.node] if line.node else where.called(text) or where.hosts(text):
+            if len(self.told_nodes) < TAGS_KEPT * 20 and not where.is_service(node):
+                self.told_nodes[node] += 1
         if line.node and "NCCL INFO" not in text and (one := where.gpu(text)) and len(self.gpus) < TAGS_KEPT * 20:
             self.gpus.setdefault(line.node, Counter())[one] += 1
 
@@ -237,7 +244,7 @@ def _matched(line: Line, rules: tuple[Rule, ...]) -> list[tuple[Rule, dict[str, 
         found = [
             (r, f)
             for r, f in found
-            if r.role in ("benign", "context") or not (hard or r.role in _SOFT or r.id == GENERIC)
+            if r.role in ("benign", "context") or r.family == "storm" or not (hard or r.role in _SOFT or r.id == GENERIC)
         ]
     specific = [r for r, _ in found if r.role in ("initiating", "symptom", "cascade", "teardown") and r.id != GENERIC]
     if specific:

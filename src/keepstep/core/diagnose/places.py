@@ -24,6 +24,7 @@ _NOT_A_NODE = re.compile(
     r"[-_]?\d{0,6}$|.*\b(?:shard|web|tok|leaf|spine|switch|tor|qwen|llama|gpt|model|ckpt|step|iter|run|job|epoch|version)[-_]",
     re.IGNORECASE,
 )
+_SERVICE = re.compile(r"(?:login|head|mgmt|bastion|admin|gateway|ctl|slurmctl\w*|controller|master|registry|nas|nfs|mds|oss|fs)[-_]?\d*$", re.IGNORECASE)
 _NEVER = re.compile(
     r"(?:\d{4}-\d\d|\d+-\d+$|rank|step|epoch|shard|utf|sha|port|layer|leaf|spine|switch|tor|mlx|errno|0x|127\.|0\.0)",
     re.IGNORECASE,
@@ -65,6 +66,11 @@ def hosts(text: str) -> list[str]:
     """Names of machines in the text, in order."""
     found = [one for one in _HOST.findall(text) if is_host(one) and not _NOT_A_NODE.match(one)]
     return list(dict.fromkeys(found))
+
+
+def is_service(node: str) -> bool:
+    """Whether the name is that of a machine on which no ranks run."""
+    return bool(_SERVICE.match(node))
 
 
 def called(text: str) -> list[str]:

@@ -18,8 +18,16 @@ from keepstep.core.diagnose.cause import SHARED_NODES, Cause, died, machine, pas
 from keepstep.core.diagnose.observe import Log
 from keepstep.core.diagnose.refine_python import python
 
+SEVERAL_JOBS = 3
+"""Jobs in which the same GPU faults, after which it is not the jobs' programs."""
+_JOB = re.compile(r"\b(?:job|user)[ =#]?(\w{1,12})", re.IGNORECASE)
 MANY_FLAPS = 3
 """Times a link may go down before its cable is blamed."""
+_REGISTRY_AWAY = re.compile(
+    r"i/o timeout|TLS handshake|connection (?:refused|reset)|toomanyrequests|too many requests|\b50[234]\b|unexpected EOF|deadline exceeded|temporar",
+    re.IGNORECASE,
+)
+_OWN_PLACE = re.compile(r"/home/|\buser quota|quota of (?:the )?user|\$HOME", re.IGNORECASE)
 _START_UP = frozenset({"scope", "rendezvous", "gpu_oom", "names", "credentials"})
 """Faults at start that may be gone at the next attempt."""
 _SLOW_OR_NUMERIC = frozenset({"nan", "sdc", "scope_one", "ecc", "link", "cable", "storage_stall", "data_value"})
@@ -64,6 +72,8 @@ def _survived(cause: Cause, log: Log) -> Cause:
 
 def _scope(cause: Cause, log: Log) -> Cause:
     """A missing or wrong thing: of the image or settings when it is so everywhere, of the machine when only there."""
+    if cause.id == "name_resolution" and (log.has("recovered") or log.went_on):
+        return passing(cause, cause.id, "retry_with_backoff", cause.weight, "such failures pass")
     if log.has("only_here") and not spread(cause, log):
         return machine(cause, cause.weight + 0.05, "only one machine is affected")
     if spread(cause, log):
@@ -101,6 +111,8 @@ def _scope_io(cause: Cause, log: Log) -> Cause:
 
 
 def _link(cause: Cause, log: Log) -> Cause:
+    if log.went_on and not died(log) and (log.has("link_up") or log.has("recovered")):
+        return replace(cause, category="none", action="no_action", transient=True, weight=0.5, why="training did not notice")
     downs = max(log.counts["link_down"], _count(log, "many_times"))
     bad_cable = "cable_fault" in log.findings or "nic_failure" in log.findings
     often = downs > MANY_FLAPS and not log.has("first_time")
@@ -170,6 +182,10 @@ def _app_fault(cause: Cause, log: Log) -> Cause:
             weight=cause.weight + 0.12,
             why="the same on every rank" if spread(cause, log) else "a line of the user's code makes it",
         )
+    jobs = {job for one in cause.findings for job in _JOB.findall(one.text)}
+    places = {(one.node, one.gpu) for one in cause.findings if one.node and one.gpu}
+    if len(jobs) >= SEVERAL_JOBS and len(places) == 1 and not log.has("everywhere"):
+        return machine(cause, cause.weight + 0.1, f"one GPU alone, in {len(jobs)} jobs", "isolate_and_verify")
     repeated = log.has("again") or log.has("many_times") or log.counts["graphics_exception"] > 1
     if log.has("only_here") and repeated:
         return machine(cause, cause.weight + 0.1, "only this GPU makes it, again and again", "isolate_and_verify")
@@ -193,6 +209,8 @@ def _recent_change(cause: Cause, log: Log) -> Cause:
 
 
 def _port(cause: Cause, log: Log) -> Cause:
+    if log.has("own_other_job"):
+        return users(cause, cause.weight, "another job of the same user has the port")
     return (
         replace(cause, weight=cause.weight + 0.06, why="an older process was seen")
         if log.has("stale_process")
@@ -237,13 +255,48 @@ def _loader_killed(cause: Cause, log: Log) -> Cause:
 def _rendezvous(cause: Cause, log: Log) -> Cause:
     if log.has("pulling_image") or (log.has("restarted") and log.has("recovered")) or log.went_on:
         return passing(cause, "rendezvous_timeout_once", "restart_in_place", 0.62, "a node was late")
+    if any(re.search(r"nnodes|world.?size|MASTER_|config|expected, but", one.text) for one in cause.findings):
+        return cause
     if any(re.search(r"joined|arrived|connected", one.text) for one in cause.findings):
         return passing(cause, "rendezvous_timeout", "retry_with_backoff", 0.5, "some nodes were late or missing")
     return cause
 
 
+def _image(cause: Cause, log: Log) -> Cause:
+    """A registry that does not answer is no missing image."""
+    told = " ".join(one.text for one in cause.findings[:20])
+    if log.has("pulling_image") or log.has("recovered") or _REGISTRY_AWAY.search(told):
+        return passing(cause, "image_pull", "retry_with_backoff", cause.weight, "the registry did not answer in time")
+    return _scope(cause, log)
+
+
+def _congestion(cause: Cause, log: Log) -> Cause:
+    """Congestion belongs to the fabric, unless one machine alone makes it."""
+    if log.has("recovered"):
+        return passing(cause, cause.id, "retry_with_backoff", cause.weight, "it went away by itself")
+    if log.has("only_here") and len(cause.nodes) == 1 and not spread(cause, log):
+        return replace(cause, weight=cause.weight + 0.05, why="only this machine is affected")
+    return replace(cause, action="retry_with_backoff", transient=True, why="it is the fabric's, and no single machine's")
+
+
+def _storm(cause: Cause, log: Log) -> Cause:
+    """Corrected errors are no fault, unless there are so many that the machine falls behind."""
+    if "straggler" in log.findings or (log.has("only_here") and not log.has("finished")):
+        return replace(cause, weight=cause.weight + 0.06, why="the machine falls behind its peers")
+    return replace(cause, category="none", action="no_action", weight=0.4, why="every one of them was corrected")
+
+
+def _quota(cause: Cause, log: Log) -> Cause:
+    """A shared quota is the operators' to raise; a user's own that the job fills with its own files is the user's."""
+    own = any(_OWN_PLACE.search(one.text) for one in cause.findings)
+    beside = any(frame.file.startswith("/home/") for _, frame in log.frames)
+    if own or beside:
+        return users(cause, cause.weight, "the job fills the user's own quota")
+    return cause
+
+
 def _time_limit(cause: Cause, log: Log) -> Cause:
-    if log.has("saved"):
+    if log.has("saved") or log.has("finished"):
         return replace(cause, category="none", action="no_action", transient=False, why="the job had saved before")
     return cause
 
@@ -290,6 +343,7 @@ _FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
     "assertion": _app_fault,
     "cable": _cable,
     "checkpoint": _checkpoint,
+    "congestion": _congestion,
     "data_file": _data_file,
     "data_value": _data_value,
     "ecc": _ecc,
@@ -297,6 +351,7 @@ _FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
     "fabric": _fabric,
     "gpu_oom": numbers.gpu_memory,
     "host_oom": numbers.host_memory,
+    "image": _image,
     "killed": _killed,
     "link": _link,
     "loader_killed": _loader_killed,
@@ -305,6 +360,7 @@ _FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
     "nan": numbers.nan,
     "native_crash": _crash,
     "port": _port,
+    "quota": _quota,
     "python": python,
     "reboot": _reboot,
     "recent_change": _recent_change,
@@ -317,6 +373,7 @@ _FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
     "sdc": numbers.sdc,
     "shm": _shm,
     "storage_stall": _storage,
+    "storm": _storm,
     "switch": _switch,
     "unreachable": _unreachable,
 }

@@ -31,8 +31,8 @@ CONTEXT: tuple[Rule, ...] = (
     ),
     _tag(
         "only_here",
-        r"\bonly (?:on |from )?(?:node|rank|host|gpu|this|that|one|rack|\w+-\d+)\b|there only|no \w+ on any other|(?:other|remaining|all other) (?:\d+ )?(?:nodes?|ranks?|gpus?|hosts?|machines?|workers?)\W{0,3}(?:.{0,24}\b(?:no|fine|normal|ok|healthy|unlimited|unaffected|alive|clean|zero|pass|see it)\b|[\d-]+ ?(?:Gi?B|%|C|MHz|ms|s|W)?\b(?!.*rank))|others?\b.{0,20}(?:fine|normal|unaffected|healthy|\b0\b)|\b(?:1|one) (?:of|out of) \d+ (?:nodes|ranks|hosts)|single (?:node|host|rank)",
-        "only|any other|other|others|remaining|single|one|of ",
+        r"no other (?:node|host|machine|rank|gpu|job)|(?:others?|peers|the rest|all other \w+|other \w+)\W{0,3}\d|on no other|nowhere else|\ball others?\b (?:pass|fine|ok|normal)|\bonly (?:on |from )?(?:node|rank|host|gpu|this|that|one|rack|\w+-\d+)\b|there only|no \w+ on any other|(?:other|remaining|all other) (?:\d+ )?(?:nodes?|ranks?|gpus?|hosts?|machines?|workers?)\W{0,3}(?:.{0,24}\b(?:no|fine|normal|ok|healthy|unlimited|unaffected|alive|clean|zero|pass|see it)\b|[\d-]+ ?(?:Gi?B|%|C|MHz|ms|s|W)?\b(?!.*rank))|others?\b.{0,20}(?:fine|normal|unaffected|healthy|\b0\b)|\b(?:1|one) (?:of|out of) \d+ (?:nodes|ranks|hosts)|single (?:node|host|rank)",
+        "only|any other|other|others|remaining|single|one|of |no other|others|other |peers|the rest|on no other|nowhere else",
         "only here",
         "only node-090 of 32 nodes affected",
         "other nodes: no nfs messages",
@@ -90,8 +90,8 @@ CONTEXT: tuple[Rule, ...] = (
     ),
     _tag(
         "saved",
-        r"(?:saved|saving|checkpoint(?:ed)? (?:written|saved)|wrote) .{0,60}(?:ckpt|checkpoint|step|before)",
-        "saved|saving|wrote|written",
+        r"(?:step|checkpoint|ckpt|state)\S* (?:\S+ )?(?:saved|written|complete)\b|next job of the chain|\bchained\b|job \S+ of the chain|requeue[sd]? (?:it|itself)|dependency.{0,20}after|(?:saved|saving|checkpoint(?:ed)? (?:written|saved)|wrote) .{0,60}(?:ckpt|checkpoint|step|before)",
+        "saved|saving|wrote|written|saved|written|complete|chain|requeue|dependency",
         "the job saved before it ended",
         "[rank0] saved /ckpt/step_88100",
     ),
@@ -104,8 +104,8 @@ CONTEXT: tuple[Rule, ...] = (
     ),
     _tag(
         "recovered",
-        r"\b(?:saved|upload\w*|writes?|retr(?:y|ies)|init|connect\w*|download\w*|resum\w*|mount|server \S+|attempt \d+|next (?:steps?|save|try))\b.{0,40}\b(?:OK|ok|succeed(?:ed|s)?|success\w*|normal|fine|completed|passed)\b|succeeded (?:on|after) (?:retry|attempt)|back to normal|came back|came up|recovered|\bgone\b.{0,30}OK|step time \d|loss (?:back|returned)|later .{0,20}OK|reconnected|counters clean|went away|continues? (?:normally|training)|then (?:ok|fine|normal)|started (?:normally|up)|came in|later attempt",
-        "ok|succe|normal|fine|completed|passed|came back|came up|recovered|gone|step time|back|returned|reconnected|clean|went away|continue|started|came in|later attempt",
+        r"attempt \d+\W.{0,60}\b(?:complete|joined|running|started|succeeded)|rendezvous complete|connection restored|(?:drained|cleared|restored|healthy|resolved|ready|back|running|reachable|up) (?:again|at|after|since) \d|\badopted\b|(?:busbw|bandwidth|latency|step time|throughput) (?:is )?(?:back|normal)|successfully pulled|after \d+ ?(?:min\w*|s|sec\w*|h) (?:the )?(?:job|it|training) (?:starts|went on|runs|continues)|(?:next|later) (?:save|attempt|try|upload).{0,30}succe|then succeeded|succeeded on (?:the )?(?:second|third|next)|training (?:goes|went) on|(?:gone|stable|fine|ok) (?:since|after|again)|retry ok|\b(?:saved|upload\w*|writes?|retr(?:y|ies)|init|connect\w*|download\w*|resum\w*|mount|server \S+|attempt \d+|next (?:steps?|save|try))\b.{0,40}\b(?:OK|ok|succeed(?:ed|s)?|success\w*|normal|fine|completed|passed)\b|succeeded (?:on|after) (?:retry|attempt)|back to normal|came back|came up|recovered|\bgone\b.{0,30}OK|step time \d|loss (?:back|returned)|later .{0,20}OK|reconnected|counters clean|went away|continues? (?:normally|training)|then (?:ok|fine|normal)|started (?:normally|up)|came in|later attempt",
+        "ok|succe|normal|fine|completed|passed|came back|came up|recovered|gone|step time|back|returned|reconnected|clean|went away|continue|started|came in|later attempt|attempt|rendezvous complete|connection restored|drained|cleared|restored|healthy|resolved|ready|back|running|reachable|adopted|normal|successfully pulled|after|succe|goes on|went on|gone|stable|fine|ok",
         "it went on afterwards",
         "retry 1 after 15 s: saved OK ; nas event log: controller failover 03:12:40-03:12:58",
         "10 s later: pid 3310 gone, CUDA init OK",
@@ -134,8 +134,8 @@ CONTEXT: tuple[Rule, ...] = (
     ),
     _tag(
         "stale_process",
-        r"previous (?:attempt|run|job|process)|attempt \d+ of the same job|orphan|defunct|zombie|left[- ]?over|stale (?:process|python|pid)|old (?:process|python|pid)|earlier (?:attempt|run|job)|still (?:holds|running|held)|job \d+,? ended",
-        "previous|attempt|orphan|defunct|zombie|left|stale|old|earlier|still|ended",
+        r"ppid 1\b|job attempt \d|previous (?:attempt|run|job|process)|attempt \d+ of the same job|orphan|defunct|zombie|left[- ]?over|stale (?:process|python|pid)|old (?:process|python|pid)|earlier (?:attempt|run|job)|still (?:holds|running|held)|job \d+,? ended",
+        "previous|attempt|orphan|defunct|zombie|left|stale|old|earlier|still|ended|ppid|job attempt",
         "a process of an earlier attempt is still there",
         "existing context: pid 3310 (previous attempt of this job, exiting, in D state)",
     ),

@@ -8,12 +8,12 @@ _SHARD = r"(?:\.(?:tar|parquet|jsonl?|arrow|tfrecord\S*|bin|idx|npy|npz|h5|hdf5|
 DATA: tuple[Rule, ...] = (
     data(
         "corrupt_shard",
-        r"CRC(?:32)? check failed|Not a gzipped file|tarfile\.(?:Read|Truncated|Header)\w*Error|BadZipFile|BadGzipFile|zlib\.error|zstd\S*.{0,60}(?:corrupt|Data corruption|Unknown frame|incomplete|error)|ZstdError|lz4.{0,40}(?:fail|corrupt)|unexpected end of (?:data|file|stream|archive)|Compressed file ended before|ArrowInvalid|Parquet magic bytes not found|Couldn't deserialize thrift|DataLossError|corrupted record|truncated record|DATA_LOSS|LMDB.{0,40}(?:corrupt|PAGE_NOTFOUND|invalid)|MDB_CORRUPTED|h5py.{0,60}(?:truncated|unable to open)|truncated file|(?:shard|sample|record|dataset|archive|"
+        r"(?:sha\d+sum|md5sum|checksum|hash).{0,60}(?:FAILED|differs?|mismatch|wrong)\b(?!.{0,40}(?:rank|replica|weights|ckpt|checkpoint))|zeros? at offset|hole of zeros|incorrect (?:data|header|length) check|buffer is smaller than requested|(?:md5|sha\d+)\b.{0,40}(?:differs?|deviates?|mismatch)|invalid (?:block|stored block|distance|bit length|code lengths)|CRC(?:32)? check failed|Not a gzipped file|tarfile\.(?:Read|Truncated|Header)\w*Error|BadZipFile|BadGzipFile|zlib\.error|zstd\S*.{0,60}(?:corrupt|Data corruption|Unknown frame|incomplete|error)|ZstdError|lz4.{0,40}(?:fail|corrupt)|unexpected end of (?:data|file|stream|archive)|Compressed file ended before|ArrowInvalid|Parquet magic bytes not found|Couldn't deserialize thrift|DataLossError|corrupted record|truncated record|DATA_LOSS|LMDB.{0,40}(?:corrupt|PAGE_NOTFOUND|invalid)|MDB_CORRUPTED|h5py.{0,60}(?:truncated|unable to open)|truncated file|(?:shard|sample|record|dataset|archive|"
         + _SHARD
         + r")\S*.{0,60}(?:corrupt\w*|truncated|damaged|checksum (?:mismatch|error|fail\w*)|bad magic|hash mismatch)|(?:corrupt\w*|truncated|damaged|checksum (?:mismatch|fail\w*)).{0,80}"
         + _SHARD
         + r"|bad magic number|Index file.{0,40}(?:doesn't|does not) match|MMapIndexedDataset.{0,60}(?:assert|invalid)",
-        "crc|not a gzipped|tarfile|badzip|badgzip|zlib|zstd|lz|unexpected end|compressed file ended|arrowinvalid|magic|thrift|dataloss|data_loss|corrupt|truncated|lmdb|mdb_|hpy|damaged|checksum|hash mismatch|index file|mmapindexed",
+        "crc|not a gzipped|tarfile|badzip|badgzip|zlib|zstd|lz|unexpected end|compressed file ended|arrowinvalid|magic|thrift|dataloss|data_loss|corrupt|truncated|lmdb|mdb_|hpy|damaged|checksum|hash mismatch|index file|mmapindexed|sum|checksum|hash|offset|zeros|incorrect|buffer is smaller|md|sha|invalid",
         "a file of the training data is damaged",
         weight=0.84,
         family="data_file",
@@ -72,8 +72,8 @@ DATA: tuple[Rule, ...] = (
     ),
     data(
         "bad_sample",
-        r"(?:sample|record|document|doc|batch|shard|rows?|example|image|utterance|sequence)\b.{0,80}(?:all zero|all -100|all masked|empty|zero[- ](?:length|tokens)|nan in|contains? (?:nan|inf)|inf values|bad|malformed|duplicate|poisoned|outlier|degenerate|repeated (?:\d+|character|token|word|line)|garbage|constant|blank|hex dump|base64)|non-?empty TensorList|num_samples should be a positive|\b0 of \d+ (?:lines|samples|rows|records)|\bloss without (?:it|them|that)\b|without (?:them|it|that|this|the)\b:? ?(?:step|sample|batch|shard|file)|\b(?:inf|nan) in \d+ of|(?:label|loss|attention)[_ ]mask (?:is )?(?:all zero|empty)|(?:NaN|Inf|nan|inf)s? (?:in|found in) (?:the )?(?:input|batch|data|feature|label)s?\b|mean over 0 tokens|empty (?:batch|sequence|label)|skipping (?:that|this|the) (?:sample|batch|shard|document)",
-        "sample|record|document|doc|batch|shard|rows?|example|image|utterance|sequence|mask|nan|inf|mean over|loss without|without|non-empty|nonempty|num_samples| of  lines|lines|rows|empty|skipping",
+        r"with(?:out)? (?:those|that|these|the|this) (?:batch|sample|shard|document|file|record|part)\w* (?:skipped|removed|excluded|left out)|\d+ of \d+ (?:documents|samples|records|rows|lines|sequences) (?:from|of|in|are|have)|(?:skipping|skipped|excluding|removing) (?:batch|sample|shard|document|record|part)\w*[ \d.-]*.{0,20}(?:loss|step)|(?:has|have|of|with) (?:length|size) 0\b|negative (?:length|size|duration)|(?:sample|record|document|doc|batch|shard|rows?|example|image|utterance|sequence)\b.{0,80}(?:all zero|all -100|all masked|empty|zero[- ](?:length|tokens)|nan in|contains? (?:nan|inf)|inf values|bad|malformed|duplicate|poisoned|outlier|degenerate|repeated (?:\d+|character|token|word|line)|garbage|constant|blank|hex dump|base64)|non-?empty TensorList|num_samples should be a positive|\b0 of \d+ (?:lines|samples|rows|records)|\bloss without (?:it|them|that)\b|without (?:them|it|that|this|the)\b:? ?(?:step|sample|batch|shard|file)|\b(?:inf|nan) in \d+ of|(?:label|loss|attention)[_ ]mask (?:is )?(?:all zero|empty)|(?:NaN|Inf|nan|inf)s? (?:in|found in) (?:the )?(?:input|batch|data|feature|label)s?\b|mean over 0 tokens|empty (?:batch|sequence|label)|skipping (?:that|this|the) (?:sample|batch|shard|document)",
+        "sample|record|document|doc|batch|shard|rows?|example|image|utterance|sequence|mask|nan|inf|mean over|loss without|without|non-empty|nonempty|num_samples| of  lines|lines|rows|empty|skipping|skipped|removed|excluded|left out|documents|samples|records|rows|sequences|skipping|excluding|removing|length|size|duration",
         "one sample of the data is degenerate",
         weight=0.8,
         family="data_value",
@@ -101,8 +101,8 @@ DATA: tuple[Rule, ...] = (
     ),
     user(
         "loss_divergence",
-        r"(?:loss|gradient|grad[_ ]?norm).{0,30}(?:diverg|explod|spike|blew up|blow[ns]? up|jump(?:ed|s)?)|(?:diverg|explod)\w*.{0,30}(?:loss|gradient)|loss \d+\.\d+ -> \d{2,}|Current loss scale already at minimum|loss scale.{0,30}(?:minimum|reached 0|below|too small)|cannot decrease scale anymore",
-        "loss|grad|scale",
+        r"loss \d+(?:\.\d+)? ?-> ?(?:[5-9]|\d{2,})(?:\.\d+)?\b|grad(?:ient)?[ _]norm \d+(?:\.\d+)? ?-> ?(?:\d{2,}|\de\d)|(?:loss|gradient|grad[_ ]?norm).{0,30}(?:diverg|explod|spike|blew up|blow[ns]? up|jump(?:ed|s)?)|(?:diverg|explod)\w*.{0,30}(?:loss|gradient)|loss \d+\.\d+ -> \d{2,}|Current loss scale already at minimum|loss scale.{0,30}(?:minimum|reached 0|below|too small)|cannot decrease scale anymore",
+        "loss|grad|scale|->|>",
         "training diverges",
         weight=0.62,
         family="nan",
@@ -123,8 +123,8 @@ DATA: tuple[Rule, ...] = (
     ),
     infra(
         "silent_data_corruption",
-        r"^(?!.*(?:ckpt|checkpoint|\.distcp|\.pt\b|safetensors|shard|dataset|parquet|download)).*(?:run A \S+,? run B|(?:same (?:inputs?|step|microbatch|seed|batch)|replay\w*|rerun|re-run|recomput\w*|self-?test|gemm|bitwise|determinis\w*).{0,100}(?:differ|mismatch|not (?:equal|identical|reproducible|bit)|non-?reproducible|diverge|inconsistent|wrong result|unequal)|(?:checksum|hash|fingerprint|parity)\w*.{0,60}(?:differ|mismatch|diverge|unequal).{0,60}\b(?:replica|rank|gpu|dp|node|weight|param|grad)\w*\b|(?:replica|weights|parameters?|gradients?)\b.{0,60}(?:checksum|hash|fingerprint|bitwise).{0,60}(?:differ|mismatch|diverge)|silent data corruption|\bSDC\b.{0,30}(?:found|detected|suspect|confirm)|wrong (?:result|answer|product|value).{0,40}(?:gpu|gemm|matmul|test))",
-        "run a|same|replay|rerun|re-run|recomput|self|gemm|bitwise|determinis|checksum|hash|fingerprint|parity|replica|weights|parameter|gradient|silent data|sdc|wrong",
+        r"^(?!.*(?:ckpt|checkpoint|shard )).*(?:fingerprint|weights? hash|param\w* hash|replica hash).{0,60}ranks? \d+ 0x[\da-f]+.{0,80} 0x[\da-f]+|^(?!.*(?:ckpt|checkpoint|\.distcp|\.pt\b|safetensors|shard|dataset|parquet|download)).*(?:run A \S+,? run B|(?:same (?:inputs?|step|microbatch|seed|batch)|replay\w*|rerun|re-run|recomput\w*|self-?test|gemm|bitwise|determinis\w*).{0,100}(?:differ|mismatch|not (?:equal|identical|reproducible|bit)|non-?reproducible|diverge|inconsistent|wrong result|unequal)|(?:checksum|hash|fingerprint|parity)\w*.{0,60}(?:differ|mismatch|diverge|unequal).{0,60}\b(?:replica|rank|gpu|dp|node|weight|param|grad)\w*\b|(?:replica|weights|parameters?|gradients?)\b.{0,60}(?:checksum|hash|fingerprint|bitwise).{0,60}(?:differ|mismatch|diverge)|silent data corruption|\bSDC\b.{0,30}(?:found|detected|suspect|confirm)|wrong (?:result|answer|product|value).{0,40}(?:gpu|gemm|matmul|test))",
+        "run a|same|replay|rerun|re-run|recomput|self|gemm|bitwise|determinis|checksum|hash|fingerprint|parity|replica|weights|parameter|gradient|silent data|sdc|wrong|fingerprint|hash",
         "the same inputs give different results on this GPU",
         action="isolate_and_verify",
         weight=0.9,

@@ -119,16 +119,6 @@ KERNEL: tuple[Rule, ...] = (
         ),
     ),
     infra(
-        "cpu_slow",
-        r"PROCHOT|CPU frequency (?:capped|limited)|Bzy_MHz [1-9]\d{2}\b|cpu ?freq\w*.{0,30}(?:capped|stuck|limited)|scaling_governor.{0,20}powersave",
-        "prochot|cpu frequency|bzy_mhz|freq|governor",
-        "the machine's processors run slower than they should",
-        weight=0.78,
-        family="scope_one",
-        source="Linux intel_pstate, turbostat",
-        samples="kernel: intel_pstate: CPU frequency capped by platform (PROCHOT asserted)",
-    ),
-    infra(
         "kernel_memory_leak",
         r"slab_unreclaimable:\d{8,}|(?:slab|SUnreclaim|kbslab)\D{0,12}(?:\d{8,}|\d{3,} ?Gi?B)|kmemleak",
         "slab|sunreclaim|kmemleak",
@@ -139,8 +129,8 @@ KERNEL: tuple[Rule, ...] = (
     ),
     user(
         "segfault",
-        r"segfault at|Segmentation fault|SIGSEGV|signal 11|exitcode\W+-11|traps: .* general protection|double free or corruption|free\(\): invalid|corrupted size vs|malloc\(\): |munmap_chunk|stack smashing",
-        "segfault|segmentation fault|sigsegv|signal|exitcode|general protection|double free|invalid|corrupted size|malloc|munmap_chunk|smashing",
+        r"segfault at .{0,160} in (?P<file>[\w.+-]+\.so[\w.]*)\[|Extension modules: .{0,400}?(?P<file2>/[^\s,]+\.so)\b|segfault at|Segmentation fault|SIGSEGV|signal 11|exitcode\W+-11|traps: .* general protection|double free or corruption|free\(\): invalid|corrupted size vs|malloc\(\): |munmap_chunk|stack smashing",
+        "segfault|segmentation fault|sigsegv|signal|exitcode|general protection|double free|invalid|corrupted size|malloc|munmap_chunk|smashing|extension modules",
         "a process crashed in native code",
         role="symptom",
         weight=0.56,

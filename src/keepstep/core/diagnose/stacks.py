@@ -31,7 +31,10 @@ _READS = re.compile(
 WAYS_WOVEN = 64
 """Prefixes nobody knows, before stacks of different processes."""
 _HEAD = re.compile(r"\s*(?:Original )?Traceback \(most recent call last\)|\s*Thread 0x\w+|\s*Current thread 0x")
-_END = re.compile(r"[A-Za-z_][\w.]*(?::(?: |$)|$)|[A-Za-z_][\w.]*(?:Error|Exception)\b")
+_END = re.compile(
+    r"(?:[A-Za-z_]\w*\.)*(?:(?![A-Z]+\b)[A-Z]\w*(?<!Warning)|error|timeout|gaierror)(?::(?: |$)|$)|[A-Za-z_][\w.]*(?:Error|Exception)\b"
+)
+"""An exception's name, which ends a stack; a warning that stands between does not."""
 _LIBRARY = re.compile(
     r"site-packages|dist-packages|/lib/python3|/python3\.\d+/|<frozen|<string>|<stdin>|^(?:\.\.\./)?torch/|/torch/(?:nn|utils|distributed|_|optim|"
     r"autograd|serialization|storage|multiprocessing|cuda)|multiprocessing/|concurrent/futures|importlib|runpy\.py|threading\.py|queue\.py|"
