@@ -20,8 +20,8 @@ from keepstep.core.locate.faults import (
     onset_of_doubt,
     victims,
 )
-from keepstep.core.locate.look import looking, order_stacks, seen
-from keepstep.core.locate.stall import vote, weigh
+from keepstep.core.locate.hang import judge
+from keepstep.core.locate.look import looking, order_stacks, outdated, shown
 from keepstep.core.recover.act import act, answer, open_incident
 from keepstep.core.recover.measure import resolve
 from keepstep.core.recover.progress import check_progress
@@ -96,8 +96,8 @@ def stall_reports_are_in(draft: Draft) -> None:
         draft.wake_once(deadlines.PATIENCE, draft.policy.stall_patience_s)
         draft.wake_once(deadlines.LOCATE, draft.policy.stall_patience_s)
         return
-    if not vote(list(job.stalled.values()), gone).ranks and deadlines.STACKS in job.deadlines and looking(job):
-        return  # the positions name nobody, the stacks may; either those or their deadline brings us back
+    if not gone and deadlines.STACKS in job.deadlines and looking(job):
+        return  # what the nodes see is on its way; either that or its deadline brings us back
     convict(draft, gone)
 
 
@@ -113,28 +113,31 @@ def stacks_are_in(draft: Draft) -> None:
 def look_again_at_stall(draft: Draft) -> None:
     """A late report that completes the picture need not wait for a deadline."""
     job = draft.job
+    if job.incident is not None and job.incident.state == "LOCATING" and outdated(job) and not looking(job):
+        order_stacks(draft, "more ranks stopped moving")
+        draft.wake(deadlines.STACKS, draft.policy.stacks_s)
     if deadlines.PATIENCE in job.deadlines:
         stall_reports_are_in(draft)
 
 
 def convict(draft: Draft, gone: list[Rank]) -> None:
-    """Vote with what is known and act on the verdict."""
+    """Judge by what is known and act on the verdict."""
     job = draft.job
-    verdict = weigh(vote(list(job.stalled.values()), gone), seen(job))
+    assert job.roster is not None
+    verdict = judge(list(job.stalled.values()), gone, shown(job), job.roster, job.spec.layout)
     onset = draft.incident.onset
-    ranks = fold_ranks(verdict.ranks)
-    blamed = {job.seat_of(rank).node for rank in verdict.ranks}
+    blamed = set(verdict.nodes or (job.seat_of(rank).node for rank in verdict.ranks))
     fault = Fault(
         key=f"stall:{job.epoch}",
         title=draft.incident.title,
-        category="user_code" if gone else ("infrastructure" if verdict.ranks else "unknown"),
-        node=blamed.pop() if len(blamed) == 1 and not gone else None,
+        category=verdict.category,
+        node=blamed.pop() if len(blamed) == 1 and verdict.category == "infrastructure" else None,
         ranks=verdict.ranks,
         probability=verdict.probability,
-        reason=f"rank {ranks} {verdict.reason}" if verdict.ranks else verdict.reason,
+        reason=verdict.sentence,
         evidence=verdict.evidence,
         onset=onset,
-        kill=() if gone else verdict.ranks,
+        kill=verdict.ranks if verdict.kill else (),
     )
     answer(draft, [fault])
 

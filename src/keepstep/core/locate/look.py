@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from keepstep.core.draft import Draft
-from keepstep.core.locate.stacks import Consensus, consensus
+from keepstep.core.draft import Draft, nanos
 from keepstep.core.state import Job
 from keepstep.model.actions import TakeStacks
-from keepstep.model.facts import StacksRequested
+from keepstep.model.facts import StacksRequested, StacksTaken
 from keepstep.model.ids import Rank, action_id
 
 
@@ -58,9 +57,17 @@ def looking(job: Job) -> bool:
     return any((shown := job.stacks.get(a.node)) is None or shown.request < a.request for a in waiting)
 
 
-def seen(job: Job) -> Consensus | None:
-    """What the stacks of the present epoch's stall agree on; ``None`` while there are none."""
+def shown(job: Job) -> list[StacksTaken]:
+    """What the nodes saw at the newest look of the present epoch; empty while nobody has looked."""
     taken = [fact for fact in job.stacks.values() if fact.epoch == job.epoch]
     newest = max((fact.request for fact in taken), default=0)
-    processes = [process for fact in taken if fact.request == newest for process in fact.processes]
-    return consensus(processes) if processes else None
+    return [fact for fact in taken if fact.request == newest]
+
+
+def outdated(job: Job) -> bool:
+    """Whether some rank came to rest only after its node had looked; both times are of that node's clock."""
+    rests = ((fact.node, fact.at - nanos(fact.idle_s)) for fact in job.stalled.values())
+    return any(
+        (taken := job.stacks.get(node)) is not None and taken.epoch == job.epoch and taken.at < rest
+        for node, rest in rests
+    )

@@ -31,6 +31,8 @@ _COLLECTIVE = re.compile(
     r"(all_|i?barrier|monitored_barrier|broadcast|gather|scatter|reduce|recv|send|wait_tensor|batch_isend_irecv)"
 )
 """Functions of ``torch.distributed`` in which one waits for others."""
+_HANDLE = re.compile(r"(?:^|/)keepstep/trainer/circuit_torch\.py$")
+"""Where one waits for an operation by its handle."""
 _BACKWARD = re.compile(r"torch/autograd/")
 """A backward pass that sleeps waits for its gradients' reduction."""
 _DATA = re.compile(r"torch/utils/data/|torchdata/|webdataset/|datasets/iterable_dataset|streaming/base")
@@ -40,6 +42,8 @@ _STORAGE_SLEEP = re.compile(
     r"nfs|rpc_wait|ll_|lustre|ptlrpc|ceph|fuse|io_schedule|wait_on_page|folio_wait|jbd2|xfs_|ext4_|blk_|gpfs|cifs"
 )
 """Kernel functions in which a process sleeps that waits for a file system or a device."""
+_FILE_LOCK = re.compile(r"locks_lock_inode_wait|posix_lock|flock|nlm")
+"""Where one sleeps that waits for a lock on a file."""
 _NO_STORAGE = re.compile(r"pipe|sock|skb|unix_|poll|futex|tty")
 """Kernel functions in which a call that reads waits for another process."""
 _LOCK = re.compile(r"wait|acquire|join|__enter__|_wait_for_tstate_lock|lock")
@@ -158,6 +162,8 @@ def waits_for(process: ProcessStacks) -> Waits:
         return "stopped"
     if process.state == "D" and (not process.wchan or _STORAGE_SLEEP.search(process.wchan)):
         return "storage"
+    if _FILE_LOCK.search(process.wchan):
+        return "storage"
     thread = process.main
     if thread is None or not thread.frames:
         return "unknown"
@@ -177,7 +183,7 @@ def _by_calls(frames: Sequence[Frame], wchan: str) -> Waits | None:
         reads = number == 0 and _STORAGE_CALL.fullmatch(name) and not _NO_STORAGE.search(wchan)
         if reads or _STORAGE_FILE.search(file):
             return "storage"
-        if "torch/distributed/" in file and _COLLECTIVE.match(name):
+        if ("torch/distributed/" in file and _COLLECTIVE.match(name)) or (_HANDLE.search(file) and "wait" in name):
             return "collective"
         if _DATA.search(file):
             return "data"

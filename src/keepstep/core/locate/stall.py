@@ -16,7 +16,9 @@ from msgspec.structs import replace
 
 from keepstep.core.locate.stacks import Consensus
 from keepstep.model.facts import RankStalled
-from keepstep.model.ids import Rank
+from keepstep.model.ids import NodeId, Rank
+from keepstep.model.records import Category
+from keepstep.model.topology import fold_ranks
 
 AGREES = 0.2
 """What is left of the doubt in a vote when the stacks point at the same ranks."""
@@ -27,12 +29,26 @@ ODD_ALONE = 0.75
 class Verdict(Struct, frozen=True, kw_only=True):
     """Attributes:
     ranks: the guilty; empty when the evidence convicts nobody.
+    reason: what is said of them, without a subject; or a sentence where it is ``whole`` or names nobody.
+    category: whose fault it is; a node is only ever blamed for ``infrastructure``.
+    nodes: that the fault is in, where they were told apart by something other than their ranks.
+    kill: whether ending the ranks' processes is an answer.
     """
 
     ranks: tuple[Rank, ...]
     probability: float
     reason: str
     evidence: tuple[str, ...]
+    category: Category = "unknown"
+    nodes: tuple[NodeId, ...] = ()
+    kill: bool = True
+    whole: bool = False
+
+    @property
+    def sentence(self) -> str:
+        if self.whole or not self.ranks:
+            return self.reason
+        return f"rank {fold_ranks(self.ranks)} {self.reason}"
 
 
 def vote(positions: Sequence[RankStalled], gone: Collection[Rank] = ()) -> Verdict:
