@@ -150,8 +150,7 @@ class Pulse:
         if beat_ns != seen.beat_ns:
             seen.beat_ns, seen.waited_ns = beat_ns, waited_ns
         limit = stall_limit_s(phase, seen.steps_ns, self._node.hang)
-        # Standing in the queue for a processor is the machine's doing: only the time in which it could move counts.
-        idle = (time.monotonic_ns() - beat_ns - (waited_ns - seen.waited_ns)) / 1e9 if beat_ns else 0.0
+        idle = idle_s(time.monotonic_ns() - beat_ns, waited_ns - seen.waited_ns) if beat_ns else 0.0
         if limit is None or idle < limit or seen.stalled:
             return
         seen.stalled = True
@@ -169,6 +168,15 @@ class Pulse:
             idle_s=round(idle, 3),
             limit_s=round(limit, 3),
         )
+
+
+def idle_s(silent_ns: int, waited_ns: int) -> float:
+    """How much of a rank's silence counts, in seconds.
+
+    Standing in the queue for a processor is the machine's doing, so only the time in which the rank could move counts;
+    but at least half of the silence does, or one that loops on a busy machine would never be told.
+    """
+    return max(silent_ns - waited_ns, silent_ns // 2) / 1e9
 
 
 def _rank(slot: Slot) -> Rank:
