@@ -12,10 +12,11 @@ import msgspec
 import pytest
 from control_client import joined, spec
 
-from keepstep.controlplane import api as api_module
+from keepstep.controlplane import desk as desk_module
 from keepstep.controlplane import views
-from keepstep.controlplane.api import Desk, make_app
+from keepstep.controlplane.api import make_app
 from keepstep.controlplane.clock import AnchoredClock
+from keepstep.controlplane.desk import Desk
 from keepstep.controlplane.moments import when
 from keepstep.controlplane.news import News
 from keepstep.controlplane.writer import Writer
@@ -314,7 +315,7 @@ def test_web_pages_are_kept_out(tmp_path: Path) -> None:
 
 def test_a_request_that_is_not_durable_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No false promise: a request that did not reach the log in time is answered with 504, a refused one with 503."""
-    monkeypatch.setattr(api_module, "ANSWER_S", 0.05)
+    monkeypatch.setattr(desk_module, "ANSWER_S", 0.05)
 
     async def test(rig: Rig) -> None:
         await rig.start_job()

@@ -9,20 +9,13 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 import keepstep
-from keepstep.cli import ckpt
+from keepstep.cli import ckpt, people
 from keepstep.cli.errors import UsageError
+from keepstep.cli.options import Job as JobName
+from keepstep.cli.options import Json, Output, Server, State, Token, form
 from keepstep.cli.where import Where
 
 Fault = Literal["kill", "freeze", "node-loss", "controller-loss", "store-loss", "exception", "slow"]
-Server = Annotated[
-    str, Parameter("--server", help="Controller's HTTP address, HOST:PORT [env: KEEPSTEP_CONTROLLER_URL]")
-]
-Token = Annotated[str, Parameter("--token-file", help="File with the controller's token [env: KEEPSTEP_TOKEN_FILE]")]
-State = Annotated[str, Parameter("--state-dir", help="Home of run directories [env: KEEPSTEP_STATE_DIR]")]
-Output = Annotated[str, Parameter(["--output", "-o"], help="table, wide, json, jsonl or csv")]
-Json = Annotated[bool, Parameter("--json", negative="", help="Same as -o json")]
-JobName = Annotated[str, Parameter(help="Job, or the beginning of its name; the latest run if left out")]
-
 app = App(
     name="keepstep",
     help="Training never stops: one dead rank is replaced, the others keep their processes.",
@@ -47,10 +40,6 @@ def _sentence(error: CycloptsError) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def _form(output: str, json: bool) -> str:
-    return "json" if json else output
-
-
 @app.command
 def status(
     job: JobName = "",
@@ -64,7 +53,7 @@ def status(
     """One screen: the job, its nodes, its standbys, what is wrong and what is done about it."""
     from keepstep.cli.show import show_status
 
-    return show_status(Where(server=server, token_file=token_file, state_dir=state_dir), job, _form(output, json))
+    return show_status(Where(server=server, token_file=token_file, state_dir=state_dir), job, form(output, json))
 
 
 @app.command
@@ -74,7 +63,7 @@ def jobs(
     """The runs of this machine (or the jobs of --server), the newest first."""
     from keepstep.cli.show import show_jobs
 
-    return show_jobs(Where(server=server, token_file=token_file, state_dir=state_dir), _form(output, json))
+    return show_jobs(Where(server=server, token_file=token_file, state_dir=state_dir), form(output, json))
 
 
 @app.command
@@ -90,7 +79,7 @@ def job(
     """One job in full: ranks, nodes, incidents."""
     from keepstep.cli.show import show_job
 
-    return show_job(Where(server=server, token_file=token_file, state_dir=state_dir), job, _form(output, json))
+    return show_job(Where(server=server, token_file=token_file, state_dir=state_dir), job, form(output, json))
 
 
 @app.command
@@ -106,16 +95,28 @@ def incidents(
     """What went wrong in a job, and what it cost."""
     from keepstep.cli.show import show_incidents
 
-    return show_incidents(Where(server=server, token_file=token_file, state_dir=state_dir), job, _form(output, json))
+    return show_incidents(Where(server=server, token_file=token_file, state_dir=state_dir), job, form(output, json))
 
 
-@app.command
-def incident(
+incident = App(name="incident", help="One incident: who, why, what was done, what it cost.")
+app.command(incident)
+
+
+@incident.default
+def incident_page(
     id: Annotated[
         str, Parameter(help="Incident, as `keepstep incidents` names it; `i3` is the third of the latest run")
     ],
     *,
     timeline: Annotated[bool, Parameter(negative="", help="Every record from the first evidence to the end")] = False,
+    evidence: Annotated[bool, Parameter(negative="", help="Every line of evidence, with who says so")] = False,
+    stacks: Annotated[bool, Parameter(negative="", help="Where the processes stood when they were looked at")] = False,
+    trace: Annotated[
+        str,
+        Parameter(
+            allow_leading_hyphen=True, help="Write Chrome trace events to this file (- for stdout); opens in Perfetto"
+        ),
+    ] = "",
     server: Server = "",
     token_file: Token = "",
     state_dir: State = "",
@@ -123,10 +124,18 @@ def incident(
     json: Json = False,
 ) -> int:
     """One incident: who, why, what was done, what it cost."""
+    where = Where(server=server, token_file=token_file, state_dir=state_dir)
+    if evidence or stacks or trace:
+        from keepstep.cli.incident import show_pages
+
+        pages = {"evidence": evidence, "stacks": stacks, "timeline": timeline}
+        return show_pages(where, id, pages, trace=trace, output=form(output, json))
     from keepstep.cli.show import show_incident
 
-    where = Where(server=server, token_file=token_file, state_dir=state_dir)
-    return show_incident(where, id, timeline, _form(output, json))
+    return show_incident(where, id, timeline, form(output, json))
+
+
+people.register(app, incident)
 
 
 @app.command
@@ -168,7 +177,7 @@ def stacks(
 
     where = Where(server=server, token_file=token_file, state_dir=state_dir)
     return show_stacks(
-        where, job, ranks=rank or [], native=native, every=every, threads=threads, form=_form(output, json)
+        where, job, ranks=rank or [], native=native, every=every, threads=threads, form=form(output, json)
     )
 
 
@@ -186,11 +195,19 @@ def explain(
     jsonl: Annotated[
         bool, Parameter("--jsonl", negative="", help="Read JSON objects with a `log`, one a line; answer one a line")
     ] = False,
+    history: Annotated[
+        list[str] | None,
+        Parameter(
+            "--history",
+            negative="",
+            help="Earlier incidents to compare with: a run, a folder of runs, an event log, JSON lines",
+        ),
+    ] = None,
 ) -> int:
     """What a log or a fault code means: category, culprit, evidence, what to do. Needs no controller."""
     from keepstep.cli.explain import show_explanation
 
-    return show_explanation(what or [], as_json=json, jsonl=jsonl)
+    return show_explanation(what or [], as_json=json, jsonl=jsonl, history=history)
 
 
 @app.command
@@ -271,7 +288,7 @@ def doctor(*, output: Output = "table", json: Json = False) -> int:
     """Check this machine: kernel, memory, versions. Exit code 1 when something is missing."""
     from keepstep.cli.show import show_doctor
 
-    return show_doctor(_form(output, json))
+    return show_doctor(form(output, json))
 
 
 @app.command
@@ -279,4 +296,4 @@ def version(*, output: Output = "table", json: Json = False) -> int:
     """Version of keepstep, its protocol and its log."""
     from keepstep.cli.show import show_version
 
-    return show_version(_form(output, json))
+    return show_version(form(output, json))

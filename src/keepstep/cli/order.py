@@ -49,7 +49,7 @@ def order_fault(
     plan = f"{WHAT[fault].format(rank=rank, place=place, seconds=seconds)}, in job {name}"
     if not agreed(plan, yes=yes, dry_run=dry_run):
         return 0 if dry_run else 1
-    body: dict[str, Any] = {"fault": fault, "by": _who()}
+    body: dict[str, Any] = {"fault": fault, "by": who()}
     if rank is not None:
         body["rank"] = rank
     if node:
@@ -68,7 +68,7 @@ def order_stop(where: Where, job: str, *, why: str, yes: bool, dry_run: bool) ->
     plan = f"stop job {name} on all its nodes"
     if not agreed(plan, yes=yes, dry_run=dry_run):
         return 0 if dry_run else 1
-    source.post("jobs", name, "stop", body={"why": why, "by": _who()})
+    source.post("jobs", name, "stop", body={"why": why, "by": who()})
     say(f"ordered: {plan}")
     hint(f"next: keepstep status {name}")
     return 0
@@ -93,7 +93,7 @@ def agreed(plan: str, *, yes: bool, dry_run: bool) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _who() -> str:
+def who() -> str:
     try:
         return getpass.getuser()
     except (OSError, KeyError):

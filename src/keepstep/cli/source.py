@@ -40,6 +40,7 @@ class Source(Protocol):
     def incident(self, incident: str) -> dict[str, Any]: ...
     def stacks(self, job: str, request: int) -> dict[str, Any]: ...
     def events(self, after: int = 0, wait_s: float = 0.0) -> Iterator[dict[str, Any]]: ...
+    def proposals(self, job: str) -> dict[str, Any]: ...
     def post(self, *path: str, body: dict[str, Any]) -> dict[str, Any]: ...
 
 
@@ -78,6 +79,9 @@ class Live:
                 return
             after = int(found[-1]["seq"])
 
+    def proposals(self, job: str) -> dict[str, Any]:
+        return self.api.get("jobs", job, "proposals")
+
     def post(self, *path: str, body: dict[str, Any]) -> dict[str, Any]:
         return self.api.post(*path, body=body)
 
@@ -109,7 +113,7 @@ class Offline:
         found = next((one for one in self._mind.jobs() if one.id == job), None)
         if found is None:
             raise NotFound(f"the log of {self.run_dir} holds no job {job}", help="`keepstep jobs` lists all runs")
-        return _plain(self._views.job_view(found))
+        return _plain(self._views.job_view(found, self._mind.policy))
 
     def incidents(self, job: str) -> dict[str, Any]:
         return _plain(self._views.incidents_view([one for one in self._mind.jobs() if one.id == job]))
@@ -129,6 +133,11 @@ class Offline:
     def events(self, after: int = 0, wait_s: float = 0.0) -> Iterator[dict[str, Any]]:
         view = _plain(self._views.events_view(self._entries[after:], after=after, last=len(self._entries)))
         yield from view["events"]
+
+    def proposals(self, job: str) -> dict[str, Any]:
+        from keepstep.controlplane.decide_views import proposals_view
+
+        return _plain(proposals_view([one for one in self._mind.jobs() if one.id == job]))
 
     def post(self, *path: str, body: dict[str, Any]) -> dict[str, Any]:
         raise Unreachable(

@@ -63,8 +63,18 @@ def _wait(source: Source, name: str, request: int) -> dict[str, Any]:
 
 
 def _json(answer: dict[str, Any], found: Consensus) -> dict[str, Any]:
+    return {**answer, **consensus_view(found)}
+
+
+def consensus_view(found: Consensus) -> dict[str, Any]:
+    """Ranks in the same place put together, and the odd ones, for tools."""
     places = [{"waits": p.waits, "ranks": list(p.ranks), "at": p.shown} for p in found.places]
-    return {**answer, "places": places, "odd_ranks": list(found.odd), "all_wait_for_storage": found.storage}
+    return {"places": places, "odd_ranks": list(found.odd), "all_wait_for_storage": found.storage}
+
+
+def print_stacks(processes: list[ProcessStacks]) -> None:
+    """The page of ``keepstep stacks``: one process of each place."""
+    _page(processes, consensus(processes), every=False, threads=False)
 
 
 def _page(processes: list[ProcessStacks], found: Consensus, *, every: bool, threads: bool) -> None:

@@ -7,10 +7,8 @@ is in the log.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
-import msgspec
 from msgspec import Struct
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -20,24 +18,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from keepstep.controlplane import views
-from keepstep.controlplane.news import News
-from keepstep.controlplane.writer import Writer
-from keepstep.core.controller import Controller
+from keepstep.controlplane import api_decide, desk, views
+from keepstep.controlplane.desk import Desk, as_json, read_body
 from keepstep.core.state import Job
 from keepstep.model.facts import InjectRequested, StacksRequested, StopRequested
-from keepstep.model.ids import JobId, NodeId, Rank
-from keepstep.ports import Clock, Entry, EventLog
+from keepstep.model.ids import NodeId, Rank
+from keepstep.ports import Entry
 from keepstep.store.exceptions import LogFull, StoreError
 
-BODY_LIMIT = 64 * 1024
 EVENTS_LIMIT = 1_000
 """Events per answer; also what ``limit`` is when not given."""
 WAIT_LIMIT_S = 60.0
 """Longest long poll."""
-ANSWER_S = 10.0
-"""How long a person's request waits for its place in the log."""
-
 Fault = Literal["kill", "freeze", "node-loss", "controller-loss", "store-loss", "exception", "slow"]
 
 
@@ -60,17 +52,6 @@ class StacksBody(Struct, forbid_unknown_fields=True, kw_only=True):
     by: str = "operator"
 
 
-class Desk(NamedTuple):
-    """What the handlers work with."""
-
-    writer: Writer[Controller]
-    event_log: EventLog
-    clock: Clock
-    news: News
-    connected: Callable[[], int]
-    token: str = ""
-
-
 class Api:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
@@ -87,27 +68,27 @@ class Api:
             "why": writer.refusing or "",
             "facts_failed": writer.failed_facts,
         }
-        return _json(view)
+        return as_json(view)
 
     async def jobs(self, request: Request) -> Response:
-        return _json(views.jobs_view(self._mind))
+        return as_json(views.jobs_view(self._desk.mind))
 
     async def job(self, request: Request) -> Response:
-        return _json(views.job_view(self._job(request)))
+        return as_json(views.job_view(self._desk.job(request), self._desk.mind.policy))
 
     async def incidents(self, request: Request) -> Response:
-        return _json(views.incidents_view([self._job(request)]))
+        return as_json(views.incidents_view([self._desk.job(request)]))
 
     async def all_incidents(self, request: Request) -> Response:
-        return _json(views.incidents_view(self._mind.jobs()))
+        return as_json(views.incidents_view(self._desk.mind.jobs()))
 
     async def incident(self, request: Request) -> Response:
         wanted = request.path_params["incident"]
         entries = await run_in_threadpool(views.incident_entries, self._desk.event_log, wanted)
-        view = views.incident_view(self._mind, entries, wanted)
+        view = views.incident_view(self._desk.mind, entries, wanted)
         if view is None:
             raise HTTPException(404, f"there is no incident {wanted}; GET /v1/jobs/JOB/incidents lists them")
-        return _json(view)
+        return as_json(view)
 
     async def events(self, request: Request) -> Response:
         after = _number(request, "after", 0, 2**63 - 1)
@@ -118,21 +99,21 @@ class Api:
         entries: list[Entry] = await run_in_threadpool(
             lambda: list(self._desk.event_log.read(after=int(after), limit=limit))
         )
-        return _json(views.events_view(entries, after=int(after), last=self._desk.writer.seq))
+        return as_json(views.events_view(entries, after=int(after), last=self._desk.writer.seq))
 
     # ------------------------------------------------------------ requests
 
     async def stop(self, request: Request) -> Response:
-        body = await _body(request, StopBody)
-        job = self._job(request)
+        body = await read_body(request, StopBody)
+        job = self._desk.job(request)
         if job.over:
             raise HTTPException(409, f"job {job.id} is over already: {job.state}")
         fact = StopRequested(job=job.id, at=self._desk.clock.now(), by=body.by, why=body.why)
-        return _json(views.accepted_view(await self._desk.writer.ask(fact, wait_s=ANSWER_S)), status=202)
+        return as_json(views.accepted_view(await self._desk.ask(fact)), status=202)
 
     async def inject(self, request: Request) -> Response:
-        body = await _body(request, InjectBody)
-        job = self._job(request)
+        body = await read_body(request, InjectBody)
+        job = self._desk.job(request)
         if not job.spec.allow_inject:
             raise HTTPException(403, f"job {job.id} was not started with --allow-inject; nothing was done")
         if job.over:
@@ -151,11 +132,11 @@ class Api:
             seconds=body.seconds,
             number=self._desk.writer.seq + self._requests,
         )
-        return _json(views.accepted_view(await self._desk.writer.ask(fact, wait_s=ANSWER_S)), status=202)
+        return as_json(views.accepted_view(await self._desk.ask(fact)), status=202)
 
     async def ask_stacks(self, request: Request) -> Response:
-        body = await _body(request, StacksBody)
-        job = self._job(request)
+        body = await read_body(request, StacksBody)
+        job = self._desk.job(request)
         if job.over or job.roster is None:
             raise HTTPException(409, f"job {job.id} is {job.state}: it has no processes")
         if outside := [rank for rank in body.ranks if not 0 <= rank < job.roster.world_size]:
@@ -170,29 +151,16 @@ class Api:
             native=body.native,
             number=number,
         )
-        accepted = views.accepted_view(await self._desk.writer.ask(fact, wait_s=ANSWER_S))
-        return _json({**accepted, "request": number}, status=202)
+        accepted = views.accepted_view(await self._desk.ask(fact))
+        return as_json({**accepted, "request": number}, status=202)
 
     async def stacks(self, request: Request) -> Response:
         number = int(_number(request, "request", 0, 2**63 - 1))
-        return _json(views.stacks_view(self._job(request), number))
-
-    # ------------------------------------------------------------ helpers
-
-    @property
-    def _mind(self) -> Controller:
-        return self._desk.writer.durable
-
-    def _job(self, request: Request) -> Job:
-        name = request.path_params["job"]
-        job = self._mind.job(JobId(name))
-        if job is None:
-            raise HTTPException(404, f"there is no job {name} here; GET /v1/jobs lists them")
-        return job
+        return as_json(views.stacks_view(self._desk.job(request), number))
 
 
-def make_app(desk: Desk) -> ASGIApp:
-    api = Api(desk)
+def make_app(at: Desk) -> ASGIApp:
+    api = Api(at)
     app = Starlette(
         routes=[
             Route("/v1/status", api.status),
@@ -206,6 +174,7 @@ def make_app(desk: Desk) -> ASGIApp:
             Route("/v1/incidents", api.all_incidents),
             Route("/v1/incidents/{incident}", api.incident),
             Route("/v1/events", api.events),
+            *api_decide.routes(at),
         ],
         exception_handlers={
             HTTPException: _on_http_error,
@@ -214,7 +183,7 @@ def make_app(desk: Desk) -> ASGIApp:
             TimeoutError: _on_timeout,
         },
     )
-    return _Guard(app, desk.token)
+    return _Guard(app, at.token)
 
 
 class _Guard:
@@ -261,18 +230,6 @@ def _objection(job: Job, body: InjectBody) -> str:
     return ""
 
 
-async def _body(request: Request, kind: type[Any]) -> Any:
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > BODY_LIMIT:
-            raise HTTPException(413, f"body above the limit of {BODY_LIMIT} bytes")
-    try:
-        return msgspec.json.decode(bytes(data) or b"{}", type=kind)
-    except msgspec.DecodeError as error:
-        raise HTTPException(422, f"body is not what {request.url.path} takes: {error}") from error
-
-
 def _number(request: Request, name: str, default: float, ceiling: float) -> float:
     text = request.query_params.get(name)
     if text is None:
@@ -286,12 +243,8 @@ def _number(request: Request, name: str, default: float, ceiling: float) -> floa
     return min(value, ceiling)
 
 
-def _json(view: object, *, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(view), status_code=status, media_type="application/json")
-
-
 def _error(status: int, why: str) -> Response:
-    return _json({"schema": "keepstep.v1/Error", "error": why, "status": status}, status=status)
+    return as_json({"schema": "keepstep.v1/Error", "error": why, "status": status}, status=status)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -308,4 +261,4 @@ async def _on_store_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_timeout(request: Request, error: Exception) -> Response:
-    return _error(504, f"not in the log within {ANSWER_S:g} s; it may still be carried out: look at /v1/events")
+    return _error(504, f"not in the log within {desk.ANSWER_S:g} s; it may still be carried out: look at /v1/events")

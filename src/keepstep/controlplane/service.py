@@ -19,17 +19,19 @@ from starlette.types import ASGIApp
 from keepstep import __version__
 from keepstep.controlplane.address import ADDRESS_FILE, Address, listen, read_address, write_address
 from keepstep.controlplane.agents import AgentDesk
-from keepstep.controlplane.api import Desk, make_app
+from keepstep.controlplane.api import make_app
 from keepstep.controlplane.book import DurableBook, known_nodes
 from keepstep.controlplane.clock import AnchoredClock
 from keepstep.controlplane.config import ControllerConfig
 from keepstep.controlplane.connection import AgentConnection
+from keepstep.controlplane.desk import Desk
 from keepstep.controlplane.exceptions import PreflightFailed
 from keepstep.controlplane.folding import LOG_FILE, Folded, fold
 from keepstep.controlplane.leases import LeaseTable
 from keepstep.controlplane.news import News
 from keepstep.controlplane.writer import Writer
 from keepstep.core.controller import Controller
+from keepstep.core.locate.told import warm
 from keepstep.model.facts import InjectRequested
 from keepstep.model.records import Observed
 from keepstep.ports import Entry
@@ -42,6 +44,8 @@ DRAIN_S = 5.0
 """How long leaving may take: what waits is written, then HTTP requests are cut off."""
 KILL_AFTER_S = 0.05
 """From an injected controller-loss being durable to SIGKILL: time for the answer to leave."""
+WARM_AFTER_S = 1.0
+"""After the start, which needs the processor itself: when the rules of diagnosis are loaded for the first incident."""
 
 log = structlog.get_logger(__name__)
 
@@ -125,6 +129,7 @@ class _Service:
             told = loop.create_task(self._told_to_leave.wait())
             self._agents.take_over(known_nodes(self.writer.durable))
             announce()
+            loop.call_later(WARM_AFTER_S, lambda: loop.run_in_executor(None, warm))
             try:
                 await asyncio.wait({told, writer_task, http_task}, return_when=asyncio.FIRST_COMPLETED)
                 if self._launcher_gone:

@@ -14,6 +14,7 @@ import msgspec
 
 from keepstep import __version__
 from keepstep.controlplane.checkpoint_views import checkpoint_rows, copies_row, trouble_rows
+from keepstep.controlplane.decide_views import automation_row
 from keepstep.controlplane.folding import LOG_FILE
 from keepstep.controlplane.moments import when
 from keepstep.core.controller import Controller
@@ -62,19 +63,19 @@ def status_view(mind: Controller, *, seq: int = 0) -> View:
         "schema": "keepstep.v1/Status",
         "version": __version__,
         "seq": seq,
-        "jobs": [_job_row(job) for job in mind.jobs()],
+        "jobs": [_job_row(job, mind.policy) for job in mind.jobs()],
     }
 
 
 def jobs_view(mind: Controller) -> View:
-    return {"schema": "keepstep.v1/JobList", "jobs": [_job_row(job) for job in mind.jobs()]}
+    return {"schema": "keepstep.v1/JobList", "jobs": [_job_row(job, mind.policy) for job in mind.jobs()]}
 
 
-def job_view(job: Job) -> View:
+def job_view(job: Job, policy: Policy | None = None) -> View:
     """Everything known about one job, evidence of open incidents aside."""
     return {
         "schema": "keepstep.v1/Job",
-        **_job_row(job),
+        **_job_row(job, policy or Policy()),
         "command": list(job.spec.command),
         "spec": msgspec.to_builtins(job.spec),
         "nodes": [_node_row(job, node) for node in sorted(job.nodes.values(), key=lambda node: node.arrival)],
@@ -135,8 +136,6 @@ def incident_view(mind: Controller, entries: Sequence[Entry], incident: str) -> 
         "schema": "keepstep.v1/Incident",
         **_incident_row(job, one),
         "reason": one.reason,
-        "root_cause": one.root_cause,
-        "code": one.code,
         "evidence": list(one.evidence),
         "similar": [similar_row(match) for match in matches(job, one)],
         "plan": one.plan,
@@ -235,7 +234,7 @@ def _ends(entry: Entry, incident: str) -> bool:
 # ---------------------------------------------------------------- rows
 
 
-def _job_row(job: Job) -> View:
+def _job_row(job: Job, policy: Policy) -> View:
     parked = sum(1 for standby in job.standbys.values() if standby.state == "SLEEPING")
     return {
         "job": job.id,
@@ -261,6 +260,7 @@ def _job_row(job: Job) -> View:
         "ranks_without_copy": fold_ranks(sorted(job.gaps)),
         "snapshot_every": job.spec.snapshot_every,
         "snapshot_pace": job.pace,
+        "automation": automation_row(job, policy),
     }
 
 
@@ -314,11 +314,15 @@ def _incident_row(job: Job, incident: Incident) -> View:
         "symptom": incident.title,
         "why": incident.why,
         "category": incident.category,
+        "root_cause": incident.root_cause,
+        "code": incident.code,
         "node": incident.node,
         "ranks": fold_ranks(incident.suspects),
         "probability": incident.probability,
         "rung": incident.rung,
         "attempts": incident.attempts,
+        "acked": incident.acked or None,
+        "merged": incident.merged,
         "onset_at": when(incident.onset),
         "opened_at": when(incident.opened),
         "closed_at": when(incident.closed),

@@ -53,6 +53,9 @@ class JobSpec(Struct, frozen=True, kw_only=True):
         last_call_s: how long it waits for more than that.
         ckpt: the checkpoint engine's policy.
         layout: parallel groups, for the placement of replicas.
+        mode: what automation may do to nodes that are alive; the controller's policy where it is ``None`` or stricter.
+        protected: nodes that automation never takes out of this job, besides those of the policy.
+        evictions_per_hour: breaker of this job; the controller's policy where it is ``None`` or stricter.
         role: torchrun's ``ROLE_NAME``.
         command: program and arguments, so that nodes with another program are refused.
     """
@@ -72,6 +75,9 @@ class JobSpec(Struct, frozen=True, kw_only=True):
     last_call_s: float = 30.0
     ckpt: CheckpointPolicy = CheckpointPolicy()
     layout: Layout = Layout()
+    mode: Literal["observe", "assist", "auto"] | None = None
+    protected: tuple[str, ...] = ()
+    evictions_per_hour: int | None = None
     role: str = "default"
     command: tuple[str, ...] = ()
 

@@ -20,9 +20,23 @@ HOUR_S = 3600.0
 """Span of the breaker; also how long a person's no (or undoing) about a node is remembered."""
 
 
+_CAREFUL: tuple[Automation, ...] = ("frozen", "observe", "assist", "auto")
+
+
 def mode_of(job: Job, policy: Policy) -> Automation:
-    """What a person has set for this job, else what the policy says."""
-    return job.automation or policy.mode
+    """What a person has set for this job, else what it has by itself."""
+    return job.automation or usual_mode(job, policy)
+
+
+def usual_mode(job: Job, policy: Policy) -> Automation:
+    """What the job's owner or the controller's policy says, whichever is stricter."""
+    return min(job.spec.mode or policy.mode, policy.mode, key=_CAREFUL.index)
+
+
+def per_hour(job: Job, policy: Policy) -> int:
+    """Living nodes that automation may take out of this job within an hour."""
+    asked = job.spec.evictions_per_hour
+    return policy.evictions_per_hour if asked is None else min(asked, policy.evictions_per_hour)
 
 
 def objection(job: Job, nodes: Collection[NodeId], now: Nanos, policy: Policy, *, own: str = "") -> str:
@@ -55,7 +69,7 @@ def against_mode(job: Job, policy: Policy) -> str:
 
 
 def _against_nodes(job: Job, nodes: Collection[NodeId], now: Nanos, policy: Policy) -> str:
-    if kept := [name for name in nodes if name in policy.protected]:
+    if kept := [name for name in nodes if name in (*policy.protected, *job.spec.protected)]:
         return f"node {', '.join(kept)} is protected: only a person may take it out"
     for one in job.proposals.values():
         if one.state == "UNDONE" and one.at > now - nanos(HOUR_S) and (again := set(one.nodes) & set(nodes)):
@@ -71,12 +85,13 @@ def taken_out(job: Job, now: Nanos) -> int:
 def _against_breaker(job: Job, nodes: Collection[NodeId], now: Nanos, policy: Policy, own: str) -> str:
     waiting = sum(len(one.nodes) for one in job.proposals.values() if one.state == "APPROVED" and one.id != own)
     before = taken_out(job, now) + waiting
-    if before + len(nodes) <= policy.evictions_per_hour:
+    ceiling = per_hour(job, policy)
+    if before + len(nodes) <= ceiling:
         return ""
     more = f", {waiting} of them still to go" if waiting else ""
     return (
         f"the breaker is open: {before} living nodes within an hour{more}, "
-        f"and {len(nodes)} more would pass evictions_per_hour {policy.evictions_per_hour}"
+        f"and {len(nodes)} more would pass evictions_per_hour {ceiling}"
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from keepstep.core.cases import Proposal
+from keepstep.core.decide.limits import usual_mode
 from keepstep.core.decide.proposals import move
 from keepstep.core.decide.undo import undo, undo_refusal, undone
 from keepstep.core.detect import deadlines
@@ -142,7 +143,7 @@ def _do(draft: Draft, fact: OperatorSaid) -> None:
         case "freeze":
             _automate(draft, fact, "frozen")
         case "thaw":
-            _automate(draft, fact, job.thawed or draft.policy.mode)
+            _automate(draft, fact, job.thawed or usual_mode(job, draft.policy))
         case _:
             _automate(draft, fact, MODES[fact.other])
 
