@@ -11,13 +11,14 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, assert_never
 
-from keepstep.agent import proc, stacks
+from keepstep.agent import proc, stacks, taints
 from keepstep.agent.exceptions import SpawnRefused
 from keepstep.agent.faults import Faults
 from keepstep.agent.links import links_of
 from keepstep.agent.node import Node
 from keepstep.agent.positions import take_positions
 from keepstep.agent.programs import Programs
+from keepstep.agent.selftest import SelfTests
 from keepstep.agent.slots import Slot
 from keepstep.agent.workers import Workers
 from keepstep.model.actions import (
@@ -32,7 +33,7 @@ from keepstep.model.actions import (
     TakeStacks,
 )
 from keepstep.model.facts import ActionDone, ActionFailed, StacksTaken
-from keepstep.model.ids import Rank, show_epoch
+from keepstep.model.ids import ActionId, Rank, show_epoch
 from keepstep.model.topology import Member, Roster
 
 RESTART_GRACE_S = 2.0
@@ -53,6 +54,8 @@ class Supervisor:
         self._waiting: list[Join] = []
         """Orders to answer once it is."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._selftests = SelfTests(node)
+        self._under_way: set[ActionId] = set()
         self.stopping = False
         self.on_join: Callable[[Roster], None] = lambda roster: None
         self.on_stop: Callable[[StopJob], Awaitable[None]]
@@ -94,8 +97,10 @@ class Supervisor:
                 self._start_stop(action)
             case TakeStacks():
                 self._spawn_task(self._look(action))
-            case SelfTest() | TaintCheckpoints():
-                self._finish(action, "this agent cannot do that")
+            case SelfTest():
+                self._spawn_task(self._finish_later(action, self._selftests.carry_out(action)))
+            case TaintCheckpoints():
+                self._spawn_task(self._finish_later(action, taints.carry_out(self._node, action)))
             case InjectFault():
                 # Remembered first: a fault that hits this very agent must not be repeated by the next one.
                 self._finish(action, self._faults.why_not(action) or "")
@@ -247,6 +252,19 @@ class Supervisor:
             addresses=addresses,
         )
         self._finish(action, "")
+
+    async def _finish_later(self, action: SelfTest | TaintCheckpoints, work: Coroutine[Any, Any, str]) -> None:
+        """Such an order takes a while and must not hold up the others. Its id is remembered when it is done."""
+        if action.id in self._under_way:
+            work.close()  # sent again by a controller that came back
+            return
+        self._under_way.add(action.id)
+        try:
+            self._finish(action, await work)
+        except Exception as error:
+            self._finish(action, f"internal error: {error!r}")
+        finally:
+            self._under_way.discard(action.id)
 
     # ------------------------------------------------------------ the end
 

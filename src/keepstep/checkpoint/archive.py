@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import structs
 
-from keepstep.checkpoint import catalog, sums
+from keepstep.checkpoint import catalog, sums, tainted
 from keepstep.checkpoint.basis import Basis
 from keepstep.checkpoint.bodies import Body, Copied, Delta, Full, size_of, sound_chunks
 from keepstep.checkpoint.catalog import Generation
@@ -148,8 +148,9 @@ def _make_way(tier: Tier, part: Part) -> Part | None:
 
 
 def _is_marked(tier: Tier, part: Part) -> bool:
-    """Whether these very bytes have been found damaged: then they are written anew."""
-    bad = {one.sum for one in catalog.marks(tier, part.version) if one.rank == part.rank}
+    """Whether these very bytes have been found damaged or are tainted: then they are written anew."""
+    every = (*catalog.marks(tier, part.version), *tainted.marks(tier, part.version))
+    bad = {one.sum for one in every if one.rank == part.rank}
     return bool(bad) and sums.digest(tier.get(part_name(part.version, part.rank))) in bad
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct, structs
 
+from keepstep.checkpoint import tainted
 from keepstep.checkpoint.exceptions import GenerationIncomplete, ManifestDamaged, TierMissing
 from keepstep.checkpoint.generation import (
     DAMAGED,
@@ -47,6 +48,7 @@ class Generation(Struct, frozen=True, kw_only=True):
     Attributes:
         complete: it may be restored.
         verified: everything in it has been read back.
+        tainted: it is sound, and may hold what a machine has computed wrongly; restores pass it over.
         damaged: somebody has read it, or what it rests on, and found it to differ from what was written.
         ranks: whose part is whole here. On a node's own tier these are the parts of that node's ranks, and each counts
             by itself: no manifest says so.
@@ -57,6 +59,7 @@ class Generation(Struct, frozen=True, kw_only=True):
     complete: bool = False
     verified: bool = False
     damaged: bool = False
+    tainted: bool = False
     job: str = ""
     world_size: int = 0
     created_ns: int = 0
@@ -111,8 +114,8 @@ def _rest(generation: Generation, bases: Iterable[Generation]) -> Generation:
 
 
 def newest(generations: Iterable[Generation]) -> Generation | None:
-    """The newest complete one."""
-    return max((g for g in generations if g.complete), key=lambda g: g.version, default=None)
+    """The newest complete one that is not tainted."""
+    return max((g for g in generations if g.complete and not g.tainted), key=lambda g: g.version, default=None)
 
 
 def manifest(tier: Tier, version: Version) -> Manifest:
@@ -223,12 +226,16 @@ def _judge(tier: Tier, version: Version, names: set[str]) -> Generation:
     why = f"parts of ranks {absent} are gone" if absent else ""
     if bad:
         why = f"damaged: {bad[0].why}" + (f"; and {len(bad) - 1} more parts" if len(bad) > 1 else "")
+    spoilt = tainted.reasons(tainted.marks(tier, version), found.parts) if tainted.TAINTED in names else ()
+    if spoilt and not why:
+        why = f"tainted: {', '.join(spoilt)}"
     complete = not absent and not bad
     return Generation(
         version=version,
         complete=complete,
         verified=complete and VERIFIED in names and is_verified(tier, version, digest(data)),
         damaged=bool(bad),
+        tainted=bool(spoilt),
         job=found.job,
         world_size=found.world_size,
         created_ns=found.created_ns,

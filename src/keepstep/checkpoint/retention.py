@@ -43,7 +43,8 @@ def judge(
             damaged, is taken for complete. One more than ``keep`` stays there: another node may lack the newest.
     """
     ordered = sorted(generations, key=lambda generation: generation.version)
-    whole = [g for g in ordered if g.complete or (by_itself and g.ranks and not g.damaged)]
+    sound = [g for g in ordered if g.complete or (by_itself and g.ranks and not g.damaged)]
+    whole = [g for g in sound if not g.tainted]
     reasons: dict[Version, str] = {}
 
     def keep(version: Version, why: str) -> None:
@@ -72,6 +73,7 @@ def judge(
     for generation in ordered:
         if generation not in whole and generation.version > newest.version:
             why = "damaged, and newer than all that are complete" if generation.damaged else "may still be completed"
+            why = "tainted, and newer than all that are clean" if generation.tainted else why
             keep(generation.version, why)
     _keep_bases(ordered, reasons)
     return [

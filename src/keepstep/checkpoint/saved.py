@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from keepstep.checkpoint import catalog
+from keepstep.checkpoint import catalog, tainted
 from keepstep.checkpoint.agree import MAX_SAVED
 from keepstep.checkpoint.catalog import Generation
 from keepstep.checkpoint.exceptions import CheckpointError
@@ -49,15 +49,18 @@ class Seen(Struct, frozen=True, array_like=True):
     everywhere: bool
 
 
-def on_shared(tier: Tier) -> tuple[list[Seen], list[str]]:
+def on_shared(tier: Tier, *, allow_tainted: bool = False) -> tuple[list[Seen], list[str]]:
     """Generations with a manifest, and why others that have one are of no use.
 
-    One of which parts are gone may be completed by nodes' own disks.
+    One of which parts are gone may be completed by nodes' own disks. One that is tainted is passed over.
     """
     seen: list[Seen] = []
     lost: list[str] = []
     for found in catalog.read(tier)[:LOOK]:
         fit = found.complete or not (found.bases or found.damaged)
+        if found.tainted and not allow_tainted:
+            lost.append(f"step {found.version.step}: {found.why} (KEEPSTEP_ALLOW_TAINTED=1 takes it)")
+            continue
         part = _any_part(tier, found) if found.world_size and fit else None
         if part is not None:
             seen.append(_seen(found, part, found.ranks, everywhere=True))
@@ -76,7 +79,7 @@ def _any_part(tier: Tier, found: Generation) -> Part | None:
     return None
 
 
-def on_node(tier: Tier) -> list[Seen]:
+def on_node(tier: Tier, *, allow_tainted: bool = False) -> list[Seen]:
     """Parts on a node's own disk: each counts by itself, with what it rests on."""
     listed = catalog.read(tier)
     listed = [found for found in listed if not found.damaged]
@@ -84,7 +87,10 @@ def on_node(tier: Tier) -> list[Seen]:
     seen: list[Seen] = []
     for found in listed[:LOOK]:
         rows: dict[tuple[int, History], list[Part]] = {}
+        spoilt = frozenset() if allow_tainted else tainted.of_parts(tier, found.version, found.ranks)
         for rank in found.ranks:
+            if rank in spoilt:
+                continue
             try:
                 part = catalog.part(tier, found.version, rank)
                 if _rests_well(tier, part, ranks):

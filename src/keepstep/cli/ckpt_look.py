@@ -46,6 +46,8 @@ def row(found: Generation, now_s: float) -> dict[str, Any]:
     state = "verified" if found.verified else "complete" if found.complete else "parts" if found.ranks else "unfinished"
     if not found.complete and not found.why.startswith("unfinished"):
         state = "damaged"
+    if found.tainted and state != "damaged":
+        state = "tainted"
     made = found.created_ns / 1e9
     created = datetime.fromtimestamp(made, UTC).isoformat() if made else None
     return {
@@ -55,6 +57,7 @@ def row(found: Generation, now_s: float) -> dict[str, Any]:
         "complete": found.complete,
         "verified": found.verified,
         "damaged": state == "damaged",
+        "tainted": found.tainted,
         "created": created,
         "age_s": round(max(0.0, now_s - made), 1) if made else None,
         "age": age(created, now_s),

@@ -22,6 +22,7 @@ from keepstep.checkpoint.exceptions import (
     TierMissing,
 )
 from keepstep.checkpoint.generation import manifest_name
+from keepstep.checkpoint.tainted import allowed
 from keepstep.checkpoint.tiers.open import is_directory, open_tier
 from keepstep.cli.errors import DoorError, NotFound, UsageError
 from keepstep.cli.say import say
@@ -97,11 +98,11 @@ def pick(tier: Tier, step: int | None, *, damaged: bool = False) -> Generation:
     found = catalog.read(tier)
     if not found:
         raise NotFound(f"there are no checkpoints in {tier.where}", help="is it the directory given as --ckpt-dir?")
-    usable = [one for one in found if one.complete]
+    usable = [one for one in found if one.complete and (allowed() or not one.tainted)]
     if step is None:
         if usable:
             for one in found:
-                if one.damaged and one.version > usable[0].version:
+                if (one.damaged or one.tainted) and one.version > usable[0].version:
                     say(f"step {one.version.step} is passed over: {one.why}")
             return usable[0]
         unfit = "; ".join(f"step {one.version.step}: {one.why}" for one in found[:3])

@@ -347,3 +347,10 @@ def _checkpoints(parser: RunParser) -> None:
         action="store_true",
         help="start at step 0 although there are generations",
     )
+    _flag(
+        group,
+        "--allow-tainted",
+        env="KEEPSTEP_ALLOW_TAINTED",
+        action="store_true",
+        help="resume also from generations that silent corruption may have spoilt",
+    )

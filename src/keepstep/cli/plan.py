@@ -77,6 +77,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     snapshot_every: int
     hang_detect: str
     guard: str | None
+    allow_tainted: bool
     allow_inject: bool
     join_timeout_s: float
     last_call_s: float
@@ -139,6 +140,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         snapshot_every=args.snapshot_every,
         hang_detect=hang_limit(args.hang_detect),
         guard=args.guard,
+        allow_tainted=args.allow_tainted,
         allow_inject=args.allow_inject,
         join_timeout_s=_seconds(conf, "join_timeout", _seconds(conf, "timeout", 600.0)),
         last_call_s=_seconds(conf, "last_call_timeout", 30.0),

@@ -28,7 +28,7 @@ from keepstep.cli.say import say
 from keepstep.controlplane.address import Address, read_address
 from keepstep.controlplane.config import ControllerConfig
 from keepstep.model import exits
-from keepstep.model.env import GUARD
+from keepstep.model.env import ALLOW_TAINTED, GUARD
 from keepstep.model.ids import JobId
 from keepstep.model.topology import JobSpec
 
@@ -290,7 +290,7 @@ def _write_agent(home: Home, plan: Plan, checked: Checked) -> None:
         wants_standby=plan.wants_standby,
         rack=plan.rack,
         token_file=home.token_file,
-        env={GUARD: plan.guard} if plan.guard else {},
+        env={**({GUARD: plan.guard} if plan.guard else {}), **({ALLOW_TAINTED: "1"} if plan.allow_tainted else {})},
     )
     if plan.monitor_interval_s is not None:
         config = msgspec.structs.replace(config, monitor_interval_s=plan.monitor_interval_s)

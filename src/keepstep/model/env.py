@@ -25,6 +25,8 @@ blocking where it costs no more than ``--ckpt-overhead``, or one percent of a st
 GUARD = "KEEPSTEP_GUARD"
 """What is done about losses, gradient norms and replicas: ``off``, ``observe`` (tell) or ``on`` (act). Default of
 `keepstep run --guard`; ``keepstep.init(guard=...)`` of the script beats it."""
+ALLOW_TAINTED = "KEEPSTEP_ALLOW_TAINTED"
+"""1: restore also generations that are marked as tainted by silent data corruption. As `keepstep run --allow-tainted`."""
 STATE_DIR = "KEEPSTEP_STATE_DIR"
 RUNTIME_DIR = "KEEPSTEP_RUNTIME_DIR"
 

@@ -29,6 +29,7 @@ from keepstep.checkpoint.reshard import Block, Piece
 from keepstep.checkpoint.room import show
 from keepstep.checkpoint.saved import Saved, Seen, complete, on_node, on_shared
 from keepstep.checkpoint.slot import Description, Slot, Version
+from keepstep.checkpoint.tainted import allowed
 from keepstep.checkpoint.tiers.open import open_tier
 from keepstep.ports.tier import Tier
 from keepstep.trainer import refit_torch as refit
@@ -114,7 +115,7 @@ class Durable:
             try:
                 local = open_tier(policy.local_dir, "local", budget_s=0)
                 self._tiers.append(local)
-                seen += on_node(local)
+                seen += on_node(local, allow_tainted=allowed())
             except TierMissing:
                 pass
             except TierError as error:
@@ -124,7 +125,7 @@ class Durable:
                 shared = open_tier(policy.dir, "remote", budget_s=MEETING_TIER_S)
                 self._tiers.append(shared)
                 if rank == 0:
-                    there, lost = on_shared(shared)
+                    there, lost = on_shared(shared, allow_tainted=allowed())
                     seen += there
             except TierMissing:
                 pass
