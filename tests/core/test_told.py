@@ -171,6 +171,15 @@ def test_hearsay_about_another_node_evicts_nobody() -> None:
     assert fleet.job.nodes[NodeId("n1")].health == "HEALTHY"
 
 
+@pytest.mark.parametrize("name", ["n0", "N0.cluster.example.org", "host-n0"])
+def test_a_node_is_known_by_its_own_names(name: str) -> None:
+    """The kernel's or NCCL's name for the machine may be longer than ours, or be its host name."""
+    fleet = running(standby_nodes=1)
+    fleet.kill(1, code=1, first_error=(f"{name} kernel: {FELL[0]}",))
+    fleet.pump()
+    assert fleet.job.nodes[NodeId("n0")].health == "QUARANTINED"
+
+
 def test_only_echoes_are_nobodys_fault() -> None:
     """All ranks of a plain script time out and leave with code 1: no user is blamed for it."""
     fleet = running(sdk=False)

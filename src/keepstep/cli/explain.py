@@ -5,27 +5,33 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from keepstep.cli.errors import UsageError
+from keepstep.cli.explain_history import history as history_of
+from keepstep.cli.explain_history import similar_row
 from keepstep.cli.explain_page import page, page_of_codes
 from keepstep.cli.explain_read import check, pieces, source_of
 from keepstep.core.diagnose.codes import meanings
 from keepstep.core.diagnose.explain import explain, explain_files
+from keepstep.core.diagnose.named import case_of, code_of
 from keepstep.core.diagnose.result import Diagnosis
+from keepstep.core.diagnose.similar import Past, similar
 
 SCHEMA = "keepstep.v1/Diagnosis"
 LONGEST_JSON_LINE = 1 << 30
 """Bytes of one line of ``--jsonl``."""
 
 
-def show_explanation(what: list[str], *, as_json: bool, jsonl: bool) -> int:
+def show_explanation(what: list[str], *, as_json: bool, jsonl: bool, history: list[str] | None = None) -> int:
     """Explain files, stdin or a code. Exit code 0 whatever the diagnosis is; the answer is on stdout."""
+    before = _before(history or [])
     if jsonl:
-        return _each_line(what)
+        return _each_line(what, before)
     if not what:
         if sys.stdin.isatty():
             raise UsageError(
@@ -48,19 +54,29 @@ def show_explanation(what: list[str], *, as_json: bool, jsonl: bool) -> int:
     several = len(what) > 1
     diagnosis = explain_files((source_of(name, several), pieces(name)) for name in what)
     if as_json:
-        print(json.dumps(answer(diagnosis), indent=2, ensure_ascii=False))
+        print(json.dumps(answer(diagnosis, before), indent=2, ensure_ascii=False))
     else:
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        print(page(diagnosis, colour=colour))
+        print(page(diagnosis, similar(case_of(diagnosis), before), colour=colour))
     return 0
 
 
-def answer(diagnosis: Diagnosis) -> dict[str, Any]:
+def answer(diagnosis: Diagnosis, before: Sequence[Past] = ()) -> dict[str, Any]:
+    """The diagnosis for programs, with the past incidents that were like it."""
     found: dict[str, Any] = msgspec.to_builtins(diagnosis)
-    return {"schema": SCHEMA, **found}
+    like = [similar_row(match) for match in similar(case_of(diagnosis), before)]
+    return {"schema": SCHEMA, **found, "code": code_of(diagnosis), "similar": like}
 
 
-def _each_line(what: list[str]) -> int:
+def _before(paths: list[str]) -> list[Past]:
+    found, passed = history_of(paths)
+    if paths:
+        odd = f"; passed over what is no incident: {passed}" if passed else ""
+        print(f"keepstep: {len(found)} earlier incidents in {', '.join(paths)}{odd}", file=sys.stderr)
+    return found
+
+
+def _each_line(what: list[str], before: Sequence[Past]) -> int:
     """One JSON object with a ``log`` per line in, one answer per line out, in the same order."""
     if len(what) > 1:
         raise UsageError(
@@ -80,9 +96,9 @@ def _each_line(what: list[str]) -> int:
             except (ValueError, KeyError, TypeError, RecursionError):
                 wrong += 1
                 said = f"line {number} is no JSON object with a text under the key `log`"
-                print(json.dumps({**answer(explain([])), "error": said}, ensure_ascii=False))
+                print(json.dumps({**answer(explain([]), before), "error": said}, ensure_ascii=False))
                 continue
-            print(json.dumps(answer(explain([log.encode("utf-8", "replace")])), ensure_ascii=False), flush=True)
+            print(json.dumps(answer(explain([log.encode("utf-8", "replace")]), before), ensure_ascii=False), flush=True)
     if wrong:
         print(f"keepstep: lines that could not be read: {wrong}", file=sys.stderr)
     return 1 if wrong else 0

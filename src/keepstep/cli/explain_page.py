@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 
 from keepstep.core.diagnose.codes import Meaning
 from keepstep.core.diagnose.result import Culprit, Diagnosis
+from keepstep.core.diagnose.similar import Match
 
 LINE_SHOWN = 160
 """Characters of an evidence line."""
@@ -13,8 +15,12 @@ SURE = ((0.9, "nearly certain"), (0.75, "very likely"), (0.55, "likely"), (0.35,
 _COLOUR = {"infrastructure": "31", "user_code": "35", "data": "36", "transient": "33", "none": "32", "unknown": "37"}
 
 
-def page(diagnosis: Diagnosis, *, colour: bool = False) -> str:
-    """The whole page, its last line without a newline."""
+def page(diagnosis: Diagnosis, similar: Sequence[Match] = (), *, colour: bool = False) -> str:
+    """The whole page, its last line without a newline.
+
+    Args:
+        similar: past incidents that were like this one.
+    """
     id, _, sentence = diagnosis.root_cause.partition(": ")
     word = next(word for least, word in SURE if diagnosis.confidence >= least)
     head = f"{diagnosis.category}: {who(diagnosis.culprit)}"
@@ -36,10 +42,21 @@ def page(diagnosis: Diagnosis, *, colour: bool = False) -> str:
     if diagnosis.alternatives:
         others = ", ".join(f"{one.root_cause} {one.probability:.2f}" for one in diagnosis.alternatives)
         out.append(f"  also possible: {others}")
+    out += [f"  before: {_before(match)}" for match in similar]
     out.append(f"  do: {diagnosis.action}. {diagnosis.advice}")
     if diagnosis.category in ("infrastructure", "user_code", "data", "transient"):
         out.append(f"  next: {_next(diagnosis, id)}")
     return "\n".join(out)
+
+
+def _before(match: Match) -> str:
+    """``lm-i3 (same cause and node, 2026-01-31 02:14Z): replace_node, RESOLVED in 31.0 s``"""
+    past = match.past
+    at = datetime.datetime.fromtimestamp(past.at, datetime.UTC).strftime(", %Y-%m-%d %H:%MZ") if past.at else ""
+    took = f" in {past.took_s:.1f} s" if past.took_s is not None else ""
+    ended = past.ended.partition(":")[0]
+    outcome = ", ".join(part for part in (past.done, f"{ended}{took}" if ended else "") if part)
+    return f"{past.id} (same {' and '.join(match.same)}{at}): {outcome or past.title or 'nothing more is known'}"
 
 
 def who(culprit: Culprit) -> str:

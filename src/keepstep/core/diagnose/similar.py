@@ -21,7 +21,7 @@ class Case(Struct, frozen=True, kw_only=True):
     Attributes:
         cause: name of the root cause, without its sentence.
         code: for ``keepstep explain CODE``.
-        place: ``file:line`` or ``Exception@file:line`` in the user's code.
+        place: ``job/train.py:41``, the end of a path and a line in the user's code.
     """
 
     cause: str = ""

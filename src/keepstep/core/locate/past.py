@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from keepstep.core.diagnose.named import place_of
 from keepstep.core.diagnose.similar import Case, Match, Past, similar
 from keepstep.core.locate.faults import Fault
-from keepstep.core.state import Incident, Job, signature
+from keepstep.core.state import Incident, Job
 from keepstep.model.ids import IncidentId
 
 
@@ -13,10 +14,11 @@ def alike(job: Job, fault: Fault) -> tuple[IncidentId, ...]:
     if fault.victim:
         return ()
     exit_ = job.exits.get(fault.key)
+    error = exit_.error if exit_ is not None else None
     case = Case(
         cause=fault.root_cause.partition(":")[0],
         code=fault.code,
-        place=signature(exit_) if exit_ is not None and exit_.error is not None else "",
+        place=_place(error.signature) if error is not None else "",
         node=fault.node or "",
     )
     return tuple(IncidentId(match.past.id) for match in similar(case, _earlier(job, None)))
@@ -54,11 +56,17 @@ def past_of(job: Job, incident: Incident) -> Past:
     )
 
 
+def _place(signature: str) -> str:
+    """Of ``KeyError@/job/train.py:41``; empty for a signature without a place."""
+    file, _, line = signature.partition("@")[2].rpartition(":")
+    return place_of(file, int(line)) if line.isdigit() else ""
+
+
 def _case(job: Job, incident: Incident) -> Case:
     place = next((fault.signature for fault in job.user_faults if fault.incident == incident.id), "")
     return Case(
         cause=incident.root_cause.partition(":")[0],
         code=incident.code,
-        place=place if "@" in place else "",
+        place=_place(place),
         node=incident.node or "",
     )

@@ -98,7 +98,7 @@ def told(job: Job) -> Told | None:
     return Told(
         category=category,
         root_cause=found.root_cause,
-        code=_code(found),
+        code=reading.code,
         probability=found.confidence,
         seats=reading.leading,
         echoes=reading.echoes - reading.leading,
@@ -127,6 +127,7 @@ def words_of(fact: WorkerExited) -> str:
 
 class _Reading(Struct, frozen=True):
     diagnosis: Diagnosis
+    code: str
     leading: frozenset[Seat]
     echoes: frozenset[Seat]
 
@@ -166,6 +167,7 @@ def warm() -> None:
 def _read(voices: tuple[Voice, ...]) -> _Reading:
     # Here and not above: a controller starts sooner without a few hundred rules. It calls ``warm`` when it has time.
     from keepstep.core.diagnose.decide import decide
+    from keepstep.core.diagnose.named import code_of
     from keepstep.core.diagnose.observe import Log, Source, observe
 
     log = Log()
@@ -180,7 +182,7 @@ def _read(voices: tuple[Voice, ...]) -> _Reading:
     leading = {one.source for one in lead if one.rule.role in ("initiating", "symptom")}
     if not leading and found.evidence:
         leading = {found.evidence[0].source}
-    return _Reading(found, frozenset(leading), frozenset(echoing - causes))
+    return _Reading(found, code_of(found), frozenset(leading), frozenset(echoing - causes))
 
 
 def _node(
@@ -192,26 +194,19 @@ def _node(
     """
     speakers = {voice.node for voice in voices if voice.seat in leading}
     name = found.culprit.node
-    if name in job.nodes:
-        return NodeId(name), name in speakers
-    for node in job.nodes.values():
-        if name and name == node.host and len({one.host for one in job.nodes.values()}) == len(job.nodes):
-            return node.node, node.node in speakers
+    called = [
+        node.node for node in job.nodes.values() if name and _short(name) in (_short(node.node), _short(node.host))
+    ]
+    if len(called) == 1:
+        return called[0], called[0] in speakers
     if len(speakers) == 1:
         return next(iter(speakers)), not name
     return None, False
 
 
-def _code(found: Diagnosis) -> str:
-    """Of the catalogue where the first line has one, else the name of the cause."""
-    from keepstep.core.diagnose.xid import SXID_LINE, XID_LINE
-
-    text = found.evidence[0].text if found.evidence else ""
-    if one := SXID_LINE.search(text):
-        return f"sxid:{one['code'] or one['code2']}"
-    if one := XID_LINE.search(text):
-        return f"GPU{int(one['code']):03d}"
-    return found.root_cause.partition(":")[0]
+def _short(host: str) -> str:
+    """Without the domain, unless it is an address."""
+    return host if host.replace(".", "").isdigit() else host.partition(".")[0].lower()
 
 
 def _line(seat: Seat, voices: tuple[Voice, ...], text: str) -> str:
