@@ -72,7 +72,7 @@ class Policy(Struct, frozen=True, kw_only=True):
     approve_s: float = 86_400.0
     pace_window_s: float = 30.0
     pace_windows: int = 5
-    slow_share: float = 0.1
+    slow_share: float = 0.07
     swap_gain: float = 0.05
     boundary_s: float = 30.0
     sdc_window_s: float = 604_800.0

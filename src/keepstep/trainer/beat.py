@@ -45,11 +45,12 @@ class Beat:
 
     def epoch(self, epoch: int, step: int) -> None:
         """A new epoch begins: step times are not measured across it."""
+        if epoch != self._words[Word.EPOCH]:
+            self._words[Word.FIRST_NS] = 0
         self._words[Word.EPOCH] = epoch
         self._words[Word.STEP] = step
         self._words[Word.STEP_NS] = 0
         self._words[Word.COMMIT_NS] = 0
-        self._words[Word.FIRST_NS] = 0
         self._steady = False
         self._words[Word.ARRIVED] = 0
         self._words[Word.RESTORING] = 0
@@ -60,7 +61,7 @@ class Beat:
         before = words[Word.COMMIT_NS]
         words[Word.STEP_NS] = now - before if before else 0
         self._account(now - before)
-        if not before:
+        if not words[Word.FIRST_NS]:
             words[Word.FIRST_NS] = now
         words[Word.COMMIT_NS] = now
         words[Word.STEP] = step
