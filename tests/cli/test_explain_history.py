@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.core.fleet import running
@@ -32,9 +33,9 @@ def a_run(folder: Path) -> Path:
     return folder
 
 
-def explained(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+def explained(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["explain", "--json", *words]) == 0
-    said: dict[str, object] = json.loads(capsys.readouterr().out)
+    said: dict[str, Any] = json.loads(capsys.readouterr().out)
     return said
 
 
@@ -43,7 +44,7 @@ def test_a_controllers_log_tells_what_was_done_last_time(tmp_path: Path, capsys:
     log = tmp_path / "new.log"
     log.write_text(FELL)
     for where in (run, run / "log.sqlite", tmp_path / "runs"):
-        (match,) = explained(capsys, str(log), "--history", str(where))["similar"]  # type: ignore[misc, attr-defined]
+        (match,) = explained(capsys, str(log), "--history", str(where))["similar"]
         assert (match["id"], match["same"], match["done"]) == ("lm-i1", ["cause", "code"], "replace_node")
         assert match["ended"].startswith("RESOLVED")
         assert match["took_s"] is not None
@@ -62,7 +63,7 @@ def test_the_same_place_in_the_code_is_known_again(tmp_path: Path, capsys: pytes
         'Traceback (most recent call last):\n  File "/b/job/train.py", line 41, in main\n    x[k]\nKeyError: 3\n'
     )
     said = explained(capsys, str(log), "--history", str(run))["similar"]
-    assert [one["same"] for one in said] == [["place"]]  # type: ignore[attr-defined]
+    assert [one["same"] for one in said] == [["place"]]
 
 
 def test_earlier_answers_and_exits_are_history_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,9 +87,9 @@ def test_earlier_answers_and_exits_are_history_too(tmp_path: Path, capsys: pytes
     (kept / "log.txt").write_text("anything")
     (kept / "broken.sqlite").write_bytes(b"SQLite format 3\0" + b"x" * 500)
     said = explained(capsys, str(log), "--history", str(kept))["similar"]
-    assert [one["id"] for one in said] == ["i5", "old-i4", "kept/answer.json", "r-i1"]  # type: ignore[attr-defined]
-    assert said[3]["same"] == ["node"]  # type: ignore[index]
-    assert said[3]["ended"] == "left with code 138"  # type: ignore[index]
+    assert [one["id"] for one in said] == ["i5", "old-i4", "kept/answer.json", "r-i1"]
+    assert said[3]["same"] == ["node"]
+    assert said[3]["ended"] == "left with code 138"
 
 
 def test_a_damaged_log_is_passed_over_and_a_missing_one_is_named(
