@@ -8,6 +8,7 @@ from collections import Counter
 from keepstep.core.diagnose import places as where
 from keepstep.core.diagnose.cause import Cause
 from keepstep.core.diagnose.observe import Log
+from keepstep.core.diagnose.pairs import slow_end
 from keepstep.core.diagnose.result import Culprit
 from keepstep.core.diagnose.rules import GENERIC
 
@@ -23,6 +24,7 @@ _ORIGIN = re.compile(
     re.IGNORECASE,
 )
 """Where samples come from, by the words that stand before names without an ending."""
+_NATIVE = (".so", ".so.1", ".so.2", ".dll")
 _PATH = re.compile(
     r"'([^'\s]*/[^'\s]+)'|(?<![\w/])(/(?!PCI)[\w.@+-]+(?:/[\w.@+:-]+)+)|\b([\w-]+\.(?:tar|parquet|jsonl|distcp|safetensors|pt|bin)\S*)"
 )
@@ -35,7 +37,11 @@ _SHARD = re.compile(
 def culprit_of(cause: Cause, log: Log) -> Culprit:
     lead = cause.findings[0]
     everywhere = cause.category in ("user_code", "data") and len({one.rank for one in cause.findings}) > 2
-    node = next((one.node for one in cause.findings if one.node), "") or _alike(cause, log)
+    node = (
+        slow_end(one.text for one in cause.findings)
+        or next((one.node for one in cause.findings if one.node), "")
+        or _alike(cause, log)
+    )
     rank = next((one.rank for one in cause.findings if one.rank is not None), None)
     gpu = next((one.gpu for one in cause.findings if one.gpu), "")
     if rank is None and cause.category in ("infrastructure", "transient"):
@@ -52,6 +58,8 @@ def culprit_of(cause: Cause, log: Log) -> Culprit:
         gpu = gpu or _gpu_beside(node, log)
         if rank is None:
             rank = _sufferer(node, log)
+    if not node and cause.category == "transient" and len(log.told_nodes) == 1:
+        node = next(iter(log.told_nodes))
     frame = next((one.frame for one in cause.findings if one.frame), None)
     if frame is None and cause.category in ("user_code", "data") and len(log.frames) >= 1:
         frame = log.frames[0][1]
@@ -59,7 +67,8 @@ def culprit_of(cause: Cause, log: Log) -> Culprit:
         node="" if where.is_node_range(node) else node,
         gpu=gpu if cause.category in ("infrastructure", "transient") or not everywhere else "",
         rank=None if everywhere else rank,
-        file=_field(cause, "file") or (frame.file if frame else ""),
+        file=(frame.file if frame and _field(cause, "file").endswith(_NATIVE) else _field(cause, "file"))
+        or (frame.file if frame else ""),
         line=frame.line if frame else None,
         peer=_field(cause, "peer") or (where.address(lead.text) if "rdma" in cause.id or "peer" in cause.id else ""),
         link=_field(cause, "link"),
@@ -76,7 +85,7 @@ def _gpu_beside(node: str, log: Log) -> str:
     """The GPU that the lines of this machine speak of: of a fault, or the only one that is spoken of at all."""
     beside = [one for found in log.findings.values() for one in found if one.node == node and one.gpu]
     beside.sort(key=lambda one: not one.rule.id.startswith("gpu"))
-    if at_fault := next((one.gpu for one in beside if one.rule.category == "infrastructure"), ""):
+    if at_fault := next((one.gpu for one in beside if one.rule.category == "infrastructure" or "Xid" in one.text), ""):
         return at_fault
     named = log.gpus.get(node, Counter())
     addresses = [one for one in named if ":" in one]
@@ -96,7 +105,8 @@ def _sufferer(node: str, log: Log) -> int | None:
         if one.rank is not None
     ]
     of_device = [one for one in own if _OF_DEVICE.search(one.text)]
-    for among in (of_device, own):
+    spoken = [one for one in own if node and one.node == node]
+    for among in (of_device, spoken, own):
         here = {one.rank for one in among if one.rank is not None and _may_be_on(one.rank, node, log)}
         if len(here) == 1:
             return here.pop()

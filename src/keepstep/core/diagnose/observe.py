@@ -38,7 +38,13 @@ _PROGRESS = re.compile(
     r"|step \d+ completed|epoch \d+ done",
     re.IGNORECASE,
 )
-_NOT_A_NUMBER = re.compile(r"\b(?:nan|inf)\b", re.IGNORECASE)
+_QUOTED = re.compile(
+    r"(?:sample|prompt|completion|response|generat\w+|answer|question|document|instruction|caption|transcript|decoded|output text)s?(?: \d+)? ?[:=>]+ ?([\"'`\u201c].{12,})",
+    re.IGNORECASE,
+)
+"""What a model read or wrote: words in it are no events."""
+_NOT_A_NUMBER = re.compile(r"\b(?:nan|inf)\b(?! iterations)", re.IGNORECASE)
+_CHANGED = re.compile(r"->|since|raised|changed|config|too high", re.IGNORECASE)
 _WORK = re.compile(
     r"SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+)(?:, NumelIn=(?P<in>\d+))?(?:, NumelOut=(?P<out>\d+))?", re.IGNORECASE
 )
@@ -61,6 +67,8 @@ _GROUPS = {
     "rank2": "rank",
     "rank3": "rank",
     "rank4": "rank",
+    "rank5": "rank",
+    "rank6": "rank",
 }
 
 
@@ -169,6 +177,8 @@ class Log:
         if _PROGRESS.search(line.text) and not _NOT_A_NUMBER.search(line.text):
             self.progress = [*self.progress[-3:], line.number]
             matched = [(rule, fields) for rule, fields in matched if rule.role not in ("symptom", "cascade")]
+            if not _CHANGED.search(line.text):
+                matched = [(rule, fields) for rule, fields in matched if rule.id != "bad_hyperparameters"]
         self._learn(line, matched)
         for rule, fields in matched:
             self._note(line, rule, fields, frame, bool(frames) and line.stream in self._chained, reads_data(frames))
@@ -230,12 +240,13 @@ def _matched(line: Line, rules: tuple[Rule, ...]) -> list[tuple[Rule, dict[str, 
     """Rules that match, without those that a better one on the same line makes void."""
     text = line.text
     found: list[tuple[Rule, dict[str, str]]] = []
-    if "xid" in text.lower() and (coded := coded_rule(text)):
+    if "xid" in text.lower() and not _QUOTED.search(text) and (coded := coded_rule(text)):
         found.append((coded[0], {"gpu": coded[1]} if coded[1] else {}))
         rules = tuple(rule for rule in rules if rule.role == "context")
+    quoted = _QUOTED.search(text)
     for rule in rules:
         match = compiled(rule).search(line.message if rule.id == GENERIC else text)
-        if match:
+        if match and not (quoted and quoted.start(1) <= match.start() and rule.category not in ("data", "none")):
             fields = {_GROUPS.get(k, k): v for k, v in match.groupdict().items() if v}
             found.append((rule, fields))
     roles = {rule.role for rule, _ in found}
@@ -244,7 +255,9 @@ def _matched(line: Line, rules: tuple[Rule, ...]) -> list[tuple[Rule, dict[str, 
         found = [
             (r, f)
             for r, f in found
-            if r.role in ("benign", "context") or r.family == "storm" or not (hard or r.role in _SOFT or r.id == GENERIC)
+            if r.role in ("benign", "context")
+            or r.family == "storm"
+            or not (hard or r.role in _SOFT or r.id == GENERIC)
         ]
     specific = [r for r, _ in found if r.role in ("initiating", "symptom", "cascade", "teardown") and r.id != GENERIC]
     if specific:

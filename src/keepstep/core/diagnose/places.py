@@ -24,12 +24,16 @@ _NOT_A_NODE = re.compile(
     r"[-_]?\d{0,6}$|.*\b(?:shard|web|tok|leaf|spine|switch|tor|qwen|llama|gpt|model|ckpt|step|iter|run|job|epoch|version)[-_]",
     re.IGNORECASE,
 )
-_SERVICE = re.compile(r"(?:login|head|mgmt|bastion|admin|gateway|ctl|slurmctl\w*|controller|master|registry|nas|nfs|mds|oss|fs)[-_]?\d*$", re.IGNORECASE)
+_SERVICE = re.compile(
+    r"(?:login|head|mgmt|bastion|admin|gateway|ctl|slurmctl\w*|controller|master|registry|nas|nfs|mds|oss|fs)[-_]?\d*$",
+    re.IGNORECASE,
+)
 _NEVER = re.compile(
-    r"(?:\d{4}-\d\d|\d+-\d+$|rank|step|epoch|shard|utf|sha|port|layer|leaf|spine|switch|tor|mlx|errno|0x|127\.|0\.0)",
+    r"(?:\d{4}-\d\d|0[0-9a-f]|[0-9a-f]{7,}$|\d+-\d+$|rank|step|epoch|shard|utf|sha|port|layer|leaf|spine|switch|tor|mlx|errno|0x|127\.|0\.0)",
     re.IGNORECASE,
 )
 _RANK = re.compile(r"\brank[ =:#_]{0,2}\[?(\d{1,6})\b", re.IGNORECASE)
+_BLOCK_RANK = re.compile(r"\brank {2,}: (\d{1,6}) \(local_rank")
 _PCI = re.compile(r"(?<![\w:])([0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2})(?:\.\d)?\b", re.IGNORECASE)
 _DEVICE = re.compile(
     r"(?P<other>pcieport|pciehp|mlx[45]_\w+|ixgbe\w*|i40e|iavf|\bice\b|\bigb\b|e1000e?|bnxt\w*|be2net|\btg3\b|qede?\b|\bena\b|\befa\b|nvme|"
@@ -80,6 +84,9 @@ def called(text: str) -> list[str]:
 
 
 def ranks(text: str) -> list[int]:
+    """Ranks that the text names one by one."""
+    if found := _BLOCK_RANK.search(text):
+        return [int(found[1])]
     return [int(one) for one in _RANK.findall(text)]
 
 

@@ -27,13 +27,28 @@ _SYSLOG = re.compile(
     r"\[?(?:[A-Z][a-z]{2} )?([A-Z][a-z]{2}) +(\d{1,2}) (\d\d):(\d\d):(\d\d)(?:[.,](\d+))?(?: (\d{4}))?\]?:?\s+"
 )
 _GLOG = re.compile(r"\[?([IWEF])(\d\d)(\d\d) (\d\d):(\d\d):(\d\d)\.(\d+)\s+(?:\d+ )?(?=\S+:\d+\])")
-_CLOCK = re.compile(r"\[?(\d\d):(\d\d):(\d\d)(?:[.,](\d+))?Z?\]?:?\s+")
+_CLOCK = re.compile(r"\[?(\d\d):(\d\d)(?::(\d\d)(?:[.,](\d+))?)?Z?\]?:?\s+")
 _KERNEL = re.compile(r"(?:<\d+>)?\[\s*(\d+)\.(\d+)\](?:\[\s*[TC]\d+\])?\s*")
 _EPOCH = re.compile(r"\[?(1[5-9]\d{8})(?:\.(\d+))?\]?:?\s+")
 
 _RANK = re.compile(
     r"\[?\(?(?:global_?)?(?:[rR]ank|RANK)[ _:=#]{0,2}(\d{1,6})(?:/\d{1,6})?\)?\]?(?=[:\s\]|>,]|$):?[|>,]? ?"
 )
+_HOLDER = re.compile(
+    r"(?:node|host|console|machine|hostname)[/.=]([A-Za-z][\w.-]*\d[\w.-]*?)(?=[:\s,|])[:,]?\s+(?:\| )?"
+)
+_OF_DAEMON = re.compile(
+    r"(?:slurmd|slurmstepd|kubelet|agent|raylet|launcher|torchrun|prolog|epilog)\[([A-Za-z][\w.-]*\d[\w.-]*)\]:?\s+"
+)
+_TAG = re.compile(r"\[([A-Za-z][\w.-]{1,40})\]:?\s+(?=\S)")
+_PIPE = re.compile(r"([A-Za-z][\w./-]{0,60})(?: [a-z]+)?(?: \||>) ")
+_BARE = re.compile(
+    r"([A-Za-z][\w.-]*\d[\w.-]*):?\s{1,3}(?=\d\d:\d\d:\d\d|rank \d|\[?rank\d|[a-z][\w-]{1,20}(?:\[\d+\])?: |(?:INFO|WARN|ERROR|DEBUG)\b|"
+    r"(?:mlx[45]_core|nvme|EXT4-fs|XFS|BTRFS|nvidia|amdgpu|NVRM|mce:|EDAC|pcieport|BUG:|Kernel panic|blk_update|Out of memory|nfs:|Lustre|bond\d)\b)"
+)
+"""A name with a number before a time, a rank, a program or a driver."""
+_FILES = (".py", ".cc", ".cpp", ".cu", ".so", ".log", ".sh", ".c", ".h")
+_SRUN = re.compile(r"srun: (?=\d{1,6}: )")
 _MPI = re.compile(r"\[\d{1,6},(\d{1,6})\]<std(?:err|out)>: ?")
 """Open MPI's ``--tag-output``: job and rank."""
 _RAY = re.compile(r"\((?:[\w.<>]+ )?pid=\d+(?:, ip=([\w.:-]+))?[^)]{0,40}\) ?")
@@ -56,7 +71,7 @@ _SPEAKER = re.compile(
     r"SEL|sel|PSU|fan|dcgmi|show_gids|rdma|ip|ifconfig|lldp\w*|firmware|driver|cgroup|agetty|login|rc\.local|cloud-init|"
     r"xfs\w*)\b|\w{2,20}\[\d+\]:|[\w-]{2,30}\.service:|\$ |[EWIF]\d{4} )"
 )
-_PROGRAM = re.compile(r"(?:kernel|[\w./-]{2,40}\[\d+\]):\s*")
+_PROGRAM = re.compile(r"(?:(?:kernel|[\w./-]{2,40}\[\d+\]):\s*|[a-z][\w-]{1,20}:\s+(?=\[?rank ?\d))")
 _LEVEL = re.compile(r"\W{0,2}(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL|debug|info|warn(?:ing)?|error)\b\W{0,3}")
 _HOSTISH = re.compile(
     r"\(?((?:node|host|gpu|worker|dgx|hgx|compute|trn|nid|cn|vm|server|trainer|ip|pod|rack|gn|hpc|ml|a100|h100|h200|b200|mi300)"
@@ -68,7 +83,8 @@ _NOT_HOST = re.compile(
 )
 _NO_SPEAKER = re.compile(
     r"(?:rank|step|epoch|iter\w*|stage|layer|attempt|leaf|spine|switch|tor|sw|bond|eth|mlx\d|nvme|numa|cpu|fan|psu|dimm|"
-    r"task|slot|port|link|shard|batch|part|try|run|job|level|phase|fp|bf|v)[-_]?\d+(?:_\d+)?$|gpu\d{1,2}$|\d+(?:[.:]\d+)?[a-z%]{0,3}$",
+    r"task|slot|port|link|shard|batch|part|try|run|job|level|phase|fp|bf|v|ib|ens\d?\w*|enp\w*|eno|hsn|hsi|docker|sd[a-z]|md|dm|ext|utf|sha|base|s3|"
+    r"x86|py|python|cuda|mp|ipv|int|uint|c10d|bert|gpt|llama|qwen|nccl|ucx|log|sample|expert|block|head|dp|tp|pp|ep|seq|pod)[-_]?\d+(?:_\d+)?$|gpu\d{1,2}$|\d+(?:[.:]\d+)?[a-z%]{0,3}$",
     re.IGNORECASE,
 )
 _GENERIC_HOSTS = frozenset(
@@ -196,6 +212,8 @@ def _who(seen: _Labels, text: str, at: int, stream: list[str]) -> int:
         seen.local = int(found[1])
     elif found := _MPI.match(text, at):
         seen.rank = int(found[1])
+    elif (found := _HOLDER.match(text, at)) or (found := _OF_DAEMON.match(text, at)):
+        seen.node = found[1]
     elif found := _RAY.match(text, at):
         seen.node = found[1] or seen.node
     elif found := _STREAM.match(text, at):
@@ -205,8 +223,14 @@ def _who(seen: _Labels, text: str, at: int, stream: list[str]) -> int:
     elif found := _NCCL.match(text, at):
         seen.node = found[1]
         seen.gpu = found[4] or seen.gpu
-    elif not seen.node and (found := _SPEAKER.match(text, at)) and is_speaker(found[1]):
+    elif (not seen.node and (found := _SPEAKER.match(text, at)) and is_speaker(found[1])) or (
+        not seen.node and (found := _BARE.match(text, at)) and is_speaker(found[1]) and not found[1].endswith(_FILES)
+    ):
         seen.node = found[1]
+    elif (found := _TAG.match(text, at)) or (found := _PIPE.match(text, at)):
+        seen.node = seen.node or host(found[1])
+    elif found := _SRUN.match(text, at):
+        return found.end()
     elif not seen.node and seen.rank is None and (found := _SLURM.match(text, at)):
         seen.rank = int(found[1])
     elif (found := _PROGRAM.match(text, at)) or (found := _LEVEL.match(text, at)):
@@ -236,7 +260,7 @@ def _time(seen: _Labels, text: str, at: int) -> int:
         pass
     elif found := _CLOCK.match(text, at):
         if seen.time is None:
-            seen.time = int(found[1]) * 3600 + int(found[2]) * 60 + int(found[3]) + float(f"0.{found[4] or 0}")
+            seen.time = int(found[1]) * 3600 + int(found[2]) * 60 + int(found[3] or 0) + float(f"0.{found[4] or 0}")
     else:
         return 0
     return found.end()

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from keepstep.core.diagnose import places as where
 from keepstep.core.diagnose import refine_numbers as numbers
+from keepstep.core.diagnose import refine_storage as storage
 from keepstep.core.diagnose.cause import SHARED_NODES, Cause, died, machine, passing, spread, users
 from keepstep.core.diagnose.observe import Log
 from keepstep.core.diagnose.refine_python import python
@@ -23,11 +23,12 @@ SEVERAL_JOBS = 3
 _JOB = re.compile(r"\b(?:job|user)[ =#]?(\w{1,12})", re.IGNORECASE)
 MANY_FLAPS = 3
 """Times a link may go down before its cable is blamed."""
+_SKIPS = re.compile(r"\bskipp(?:ed|ing)\b|on_error|ignor(?:ed|ing)|fall(?:ing|s)? back|substitut", re.IGNORECASE)
+"""A bad sample that the program itself passed over."""
 _REGISTRY_AWAY = re.compile(
     r"i/o timeout|TLS handshake|connection (?:refused|reset)|toomanyrequests|too many requests|\b50[234]\b|unexpected EOF|deadline exceeded|temporar",
     re.IGNORECASE,
 )
-_OWN_PLACE = re.compile(r"/home/|\buser quota|quota of (?:the )?user|\$HOME", re.IGNORECASE)
 _START_UP = frozenset({"scope", "rendezvous", "gpu_oom", "names", "credentials"})
 """Faults at start that may be gone at the next attempt."""
 _SLOW_OR_NUMERIC = frozenset({"nan", "sdc", "scope_one", "ecc", "link", "cable", "storage_stall", "data_value"})
@@ -57,7 +58,8 @@ def _survived(cause: Cause, log: Log) -> Cause:
         if cause.category in ("user_code", "unknown") or cause.id in ("object_store_unreachable", "bad_rendezvous"):
             return passing(cause, cause.id, "restart_in_place", cause.weight, "the next attempt went on")
         return cause
-    handled = cause.category == "user_code" or (cause.category == "transient" and log.has("retried"))
+    skipped = cause.category == "data" and any(_SKIPS.search(one.text) for one in cause.findings)
+    handled = cause.category == "user_code" or skipped or (cause.category == "transient" and log.has("retried"))
     if handled and not died(log):
         return replace(
             cause,
@@ -99,20 +101,20 @@ def _scope_one(cause: Cause, log: Log) -> Cause:
     return replace(cause, action="isolate_and_verify") if spread(cause, log) else cause
 
 
-def _scope_io(cause: Cause, log: Log) -> Cause:
-    """I/O errors: of a drive when a node's own, of the store when everywhere."""
-    if log.has("recovered") and not log.has("again"):
-        return passing(cause, "storage_io_glitch", "retry_with_backoff", cause.weight, "a retry succeeded")
-    if spread(cause, log):
-        return replace(
-            cause, action="retry_with_backoff", transient=True, why="all machines see it, so it is the storage"
-        )
-    return cause if cause.nodes else replace(cause, action="retry_with_backoff", transient=None)
-
-
 def _link(cause: Cause, log: Log) -> Cause:
+    if len(cause.nodes) >= SHARED_NODES:
+        return replace(
+            cause,
+            id="switch_failure",
+            action="retry_with_backoff",
+            transient=True,
+            weight=0.82,
+            why="many machines lost it at once, so it is none of theirs",
+        )
     if log.went_on and not died(log) and (log.has("link_up") or log.has("recovered")):
-        return replace(cause, category="none", action="no_action", transient=True, weight=0.5, why="training did not notice")
+        return replace(
+            cause, category="none", action="no_action", transient=True, weight=0.5, why="training did not notice"
+        )
     downs = max(log.counts["link_down"], _count(log, "many_times"))
     bad_cable = "cable_fault" in log.findings or "nic_failure" in log.findings
     often = downs > MANY_FLAPS and not log.has("first_time")
@@ -142,36 +144,6 @@ def _fabric(cause: Cause, log: Log) -> Cause:
     if log.has("only_here") or log.has("many_times"):
         return replace(cause, weight=cause.weight + 0.2, why="only this machine reports it")
     return replace(cause, action="restart_in_place", transient=None)
-
-
-def _storage(cause: Cause, log: Log) -> Cause:
-    """One client, or the server of all."""
-    back = (log.has("storage_back") or log.has("recovered")) and (log.went_on or not died(log))
-    if log.has("storage_back") and not back and not _spread_of_storage(cause, log):
-        return replace(cause, action="restart_in_place", transient=True, why="it came back, too late for the process")
-    if _spread_of_storage(cause, log):
-        if back:
-            return passing(cause, "shared_fs_stall", "no_action", 0.82, "all machines waited, and it came back")
-        return replace(
-            cause,
-            id="shared_fs_down",
-            action="retry_with_backoff",
-            transient=True,
-            weight=0.8,
-            why="all machines wait, so it is the server",
-        )
-    if back and not log.has("only_here"):
-        return passing(cause, "storage_stall", "no_action", cause.weight, "it came back")
-    if "storage_mount_hang" in log.findings and cause.id == "host_hung_task":
-        return replace(cause, id="storage_mount_hang", weight=0.7)
-    if not cause.nodes:
-        return replace(cause, action="retry_with_backoff", transient=True)
-    return replace(cause, action="replace_node", transient=True, why="only this machine is affected")
-
-
-def _spread_of_storage(cause: Cause, log: Log) -> bool:
-    wide = any(where.is_node_range(one.text) for one in cause.findings)
-    return wide or len(cause.nodes) >= SHARED_NODES or (not cause.nodes and log.has("everywhere"))
 
 
 def _app_fault(cause: Cause, log: Log) -> Cause:
@@ -224,12 +196,6 @@ def _switch(cause: Cause, log: Log) -> Cause:
     return replace(cause, action="retry_with_backoff", transient=None, why="a switch is no node")
 
 
-def _remote(cause: Cause, log: Log) -> Cause:
-    if "switch_failure" in log.findings:
-        return replace(cause, id="network_outage", weight=cause.weight + 0.06, why="a switch on the way was down")
-    return cause
-
-
 def _unreachable(cause: Cause, log: Log) -> Cause:
     if log.has("only_here"):
         return machine(cause, cause.weight + 0.1, "only one machine is affected")
@@ -276,7 +242,9 @@ def _congestion(cause: Cause, log: Log) -> Cause:
         return passing(cause, cause.id, "retry_with_backoff", cause.weight, "it went away by itself")
     if log.has("only_here") and len(cause.nodes) == 1 and not spread(cause, log):
         return replace(cause, weight=cause.weight + 0.05, why="only this machine is affected")
-    return replace(cause, action="retry_with_backoff", transient=True, why="it is the fabric's, and no single machine's")
+    return replace(
+        cause, action="retry_with_backoff", transient=True, why="it is the fabric's, and no single machine's"
+    )
 
 
 def _storm(cause: Cause, log: Log) -> Cause:
@@ -284,15 +252,6 @@ def _storm(cause: Cause, log: Log) -> Cause:
     if "straggler" in log.findings or (log.has("only_here") and not log.has("finished")):
         return replace(cause, weight=cause.weight + 0.06, why="the machine falls behind its peers")
     return replace(cause, category="none", action="no_action", weight=0.4, why="every one of them was corrected")
-
-
-def _quota(cause: Cause, log: Log) -> Cause:
-    """A shared quota is the operators' to raise; a user's own that the job fills with its own files is the user's."""
-    own = any(_OWN_PLACE.search(one.text) for one in cause.findings)
-    beside = any(frame.file.startswith("/home/") for _, frame in log.frames)
-    if own or beside:
-        return users(cause, cause.weight, "the job fills the user's own quota")
-    return cause
 
 
 def _time_limit(cause: Cause, log: Log) -> Cause:
@@ -317,12 +276,6 @@ def _evicted(cause: Cause, log: Log) -> Cause:
     return cause
 
 
-def _checkpoint(cause: Cause, log: Log) -> Cause:
-    if "storage_full" in log.findings or "storage_quota" in log.findings:
-        return replace(cause, weight=0.6, why="the storage was full")
-    return cause
-
-
 def _ecc(cause: Cause, log: Log) -> Cause:
     """CUDA says the same for contained and uncontained errors; the driver knows which it was."""
     return (
@@ -342,13 +295,14 @@ _FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
     "app_fault": _app_fault,
     "assertion": _app_fault,
     "cable": _cable,
-    "checkpoint": _checkpoint,
+    "checkpoint": storage.checkpoint,
     "congestion": _congestion,
     "data_file": _data_file,
     "data_value": _data_value,
     "ecc": _ecc,
     "evicted": _evicted,
     "fabric": _fabric,
+    "full": storage.full,
     "gpu_oom": numbers.gpu_memory,
     "host_oom": numbers.host_memory,
     "image": _image,
@@ -360,19 +314,20 @@ _FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
     "nan": numbers.nan,
     "native_crash": _crash,
     "port": _port,
-    "quota": _quota,
+    "quota": storage.quota,
     "python": python,
     "reboot": _reboot,
     "recent_change": _recent_change,
-    "remote_service": _remote,
+    "remote_service": storage.remote,
     "rendezvous": _rendezvous,
+    "throttle": storage.throttle,
     "time_limit": _time_limit,
     "scope": _scope,
-    "scope_io": _scope_io,
+    "scope_io": storage.io_error,
     "scope_one": _scope_one,
     "sdc": numbers.sdc,
     "shm": _shm,
-    "storage_stall": _storage,
+    "storage_stall": storage.stall,
     "storm": _storm,
     "switch": _switch,
     "unreachable": _unreachable,

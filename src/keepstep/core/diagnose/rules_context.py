@@ -104,8 +104,8 @@ CONTEXT: tuple[Rule, ...] = (
     ),
     _tag(
         "recovered",
-        r"attempt \d+\W.{0,60}\b(?:complete|joined|running|started|succeeded)|rendezvous complete|connection restored|(?:drained|cleared|restored|healthy|resolved|ready|back|running|reachable|up) (?:again|at|after|since) \d|\badopted\b|(?:busbw|bandwidth|latency|step time|throughput) (?:is )?(?:back|normal)|successfully pulled|after \d+ ?(?:min\w*|s|sec\w*|h) (?:the )?(?:job|it|training) (?:starts|went on|runs|continues)|(?:next|later) (?:save|attempt|try|upload).{0,30}succe|then succeeded|succeeded on (?:the )?(?:second|third|next)|training (?:goes|went) on|(?:gone|stable|fine|ok) (?:since|after|again)|retry ok|\b(?:saved|upload\w*|writes?|retr(?:y|ies)|init|connect\w*|download\w*|resum\w*|mount|server \S+|attempt \d+|next (?:steps?|save|try))\b.{0,40}\b(?:OK|ok|succeed(?:ed|s)?|success\w*|normal|fine|completed|passed)\b|succeeded (?:on|after) (?:retry|attempt)|back to normal|came back|came up|recovered|\bgone\b.{0,30}OK|step time \d|loss (?:back|returned)|later .{0,20}OK|reconnected|counters clean|went away|continues? (?:normally|training)|then (?:ok|fine|normal)|started (?:normally|up)|came in|later attempt",
-        "ok|succe|normal|fine|completed|passed|came back|came up|recovered|gone|step time|back|returned|reconnected|clean|went away|continue|started|came in|later attempt|attempt|rendezvous complete|connection restored|drained|cleared|restored|healthy|resolved|ready|back|running|reachable|adopted|normal|successfully pulled|after|succe|goes on|went on|gone|stable|fine|ok",
+        r"^(?!.*\b(?:without|no|not|never|nor)\b.{0,30}(?:succe|recover|\bok\b)).*?(?:attempt \d+\W.{0,60}\b(?:complete|joined|running|started|succeeded)|rendezvous complete|connection restored|(?:drained|cleared|restored|healthy|resolved|ready|back|running|reachable|up) (?:again|at|after|since) \d|\badopted\b|(?:busbw|bandwidth|latency|step time|throughput) (?:is )?(?:back|normal)|successfully pulled|after \d+ ?(?:min\w*|s|sec\w*|h) (?:the )?(?:job|it|training) (?:starts|went on|runs|continues)|(?:next|later) (?:save|attempt|try|upload).{0,30}succe|then succeeded|succeeded on (?:the )?(?:second|third|next)|training (?:goes|went) on|(?:gone|stable|fine|ok) (?:since|after|again)|retry ok|\b(?:saved|upload\w*|writes?|retr(?:y|ies)|init|connect\w*|download\w*|resum\w*|mount|server \S+|attempt \d+|next (?:steps?|save|try))\b.{0,40}\b(?:OK|ok|succeed(?:ed|s)?|success\w*|normal|fine|completed|passed)\b|succeeded (?:on|after) (?:retry|attempt)|back to normal|came back|came up|recovered|\bgone\b.{0,30}OK|step time \d|loss (?:back|returned)|later .{0,20}OK|reconnected|counters clean|went away|continues? (?:normally|training)|then (?:ok|fine|normal)|started (?:normally|up)|came in|later attempt|complete(?:d)? after (?:a |the |\d+ )?retr|resumed (?:from|at|training))",
+        "ok|succe|complete|resumed|normal|fine|completed|passed|came back|came up|recovered|gone|step time|back|returned|reconnected|clean|went away|continue|started|came in|later attempt|attempt|rendezvous complete|connection restored|drained|cleared|restored|healthy|resolved|ready|back|running|reachable|adopted|normal|successfully pulled|after|succe|goes on|went on|gone|stable|fine|ok",
         "it went on afterwards",
         "retry 1 after 15 s: saved OK ; nas event log: controller failover 03:12:40-03:12:58",
         "10 s later: pid 3310 gone, CUDA init OK",
@@ -127,14 +127,14 @@ CONTEXT: tuple[Rule, ...] = (
     ),
     _tag(
         "bad_hyperparameters",
-        r"learning rate|\blr\b.{0,20}(?:->|raised|increased|too high|\d+e?-?\d* to|changed|set to)|warm-?up.{0,30}(?:0|disabled|removed|missing)|fp16|half precision|no gradient clipping|clip\w*.{0,20}(?:disabled|off|0)|bf16 (?:->|to) fp16|loss scal|without clipping",
-        "learning rate|lr|warm|fp|half precision|clip|bf|loss scal",
+        r"\blr \d\S* since|(?:peak|base|max) (?:lr|learning rate)|learning rate|\blr\b.{0,20}(?:->|raised|increased|too high|\d+e?-?\d* to|changed|set to)|warm-?up.{0,30}(?:0|disabled|removed|missing)|fp16|half precision|no gradient clipping|clip\w*.{0,20}(?:disabled|off|0)|bf16 (?:->|to) fp16|loss scal|without clipping",
+        "learning rate|lr|peak|warm|fp|half precision|clip|bf|loss scal",
         "learning rate or precision had been changed",
         "lr raised 3e-4 -> 3e-3, warmup removed",
     ),
     _tag(
         "stale_process",
-        r"ppid 1\b|job attempt \d|previous (?:attempt|run|job|process)|attempt \d+ of the same job|orphan|defunct|zombie|left[- ]?over|stale (?:process|python|pid)|old (?:process|python|pid)|earlier (?:attempt|run|job)|still (?:holds|running|held)|job \d+,? ended",
+        r"ppid 1\b|job attempt \d|previous (?:attempt|run|job|process)|by attempt \d+ of the same job|orphan|defunct|zombie|left[- ]?over|stale (?:process|python|pid)|old (?:process|python|pid)|earlier (?:attempt|run|job)|still (?:holds|running|held)|job \d+,? ended",
         "previous|attempt|orphan|defunct|zombie|left|stale|old|earlier|still|ended|ppid|job attempt",
         "a process of an earlier attempt is still there",
         "existing context: pid 3310 (previous attempt of this job, exiting, in D state)",

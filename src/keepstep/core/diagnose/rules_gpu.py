@@ -114,8 +114,8 @@ GPU: tuple[Rule, ...] = (
     ),
     infra(
         "gpu_missing",
-        r"(?:only )?(?P<count>[0-7]) (?:of|/) 8 GPUs|(?:found|visible|sees|lists?|detected|expected 8\D{1,20}) ?(?:only )?[1-7] GPUs?\b|-> (?:only )?[0-7] GPUs|[1-7] GPUs (?:listed|visible|found)",
-        "gpus|gpu",
+        r"(?:gpu|gres/gpu)\W?count\W{1,3}(?:expected 8 found [0-7]|[0-7] expected=8)|expected (?P<count2>\d+),? (?:but )?(?:found|got|sees) \d+ ?(?:GPU|dev)|missing (?:PCI|GPU) (?P<gpu>[\da-fA-F:.]+)|\b[1-7] of 8 (?:GPUs|devices)|(?:only )?(?P<count>[0-7]) (?:of|/) 8 GPUs|(?:found|visible|sees|lists?|detected|expected 8\D{1,20}) ?(?:only )?[1-7] GPUs?\b|-> (?:only )?[0-7] GPUs|[1-7] GPUs (?:listed|visible|found)",
+        "gpus|gpu|count|expected|missing pci|missing gpu|devices",
         "the machine shows fewer GPUs than it should",
         weight=0.8,
         family="scope",

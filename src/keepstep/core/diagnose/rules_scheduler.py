@@ -7,7 +7,7 @@ from keepstep.core.diagnose.rule import Rule, follows, harmless, infra, passing,
 SCHEDULER: tuple[Rule, ...] = (
     passing(
         "preempted",
-        r"scheduled ?events?:? ?\W{0,3}preempt|preempted\W{1,4}true|capacity (?:was )?reclaim\w*|reclaim(?:ed|ing)? (?:by|for|capacity|of)|taken back by|DUE TO PREEMPTION|^(?!.*(?:\beither\b|\bmay\b|might|likely|heartbeat timeout)).*(?:\bPREEMPTED\b|preempt(?:ed|ing|ion) (?:by|notice|job|signal|in)|(?<!or )was preempted|Preempting|lower[- ]priority|higher[- ]priority (?:job|pod)|PreemptionByScheduler|DisruptionTarget)",
+        r"scheduled ?events?:? ?\W{0,3}preempt|preempted\W{1,4}true|capacity (?:was )?reclaim\w*|reclaim(?:ed|ing)? (?:by|for|capacity|of)|taken back by|DUE TO PREEMPTION|^(?!.*(?:\beither\b|\bmay\b|might|likely|heartbeat timeout)).*(?:(?-i:\bPREEMPTED\b)|preempt(?:ed|ing|ion) (?:by|notice|job|signal|in)|(?<!or )was preempted(?! (?:during|while|then|before|earlier|at that|in that))|Preempting|lower[- ]priority|higher[- ]priority (?:job|pod)|PreemptionByScheduler|DisruptionTarget)",
         "preempt|priority|disruptiontarget|preempt|reclaim|taken back",
         "the scheduler took the machines back for another job",
         action="restart_in_place",

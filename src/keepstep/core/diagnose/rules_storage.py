@@ -115,6 +115,7 @@ STORAGE: tuple[Rule, ...] = (
         "slowdown|reduce your request|toomanyrequests|too many|serviceunavailable|unavailable|error occurred|slow|service|server|throttl|limitexceeded|internalerror|serverbusy|http",
         "the object store asks for fewer requests",
         weight=0.74,
+        family="throttle",
         source="DistributedScience/Distributed-CellProfiler#123",
         samples=(
             "botocore.exceptions.ClientError: An error occurred (SlowDown) when calling the PutObject operation (reached max retries: 4): Please reduce your request rate.",
