@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
-from keepstep.agent.positions import read_positions, unfold
+from keepstep.agent.positions import read_positions
 from keepstep.model.env import FLIGHT_DIR
 from keepstep.model.flight import DTYPES, OPS, RING, ROWS, code
 from keepstep.model.ids import Rank, SlotId
-from keepstep.model.position import GroupPosition, RankPosition
+from keepstep.model.position import GroupPosition, RankPosition, fold_members, unfold_members
 from keepstep.trainer.flight import Flight
 
 SLOT = SlotId("s0")
@@ -113,7 +115,7 @@ def test_too_many_groups_do_no_harm(tmp_path: Path) -> None:
 
 def test_names_that_do_not_fit_do_no_harm(tmp_path: Path) -> None:
     memory = flight(tmp_path)
-    everybody = range(0, 20_000, 2)
+    everybody = [n * n for n in range(5_000)]
     for number in range(3):
         memory.track(str(number), everybody).launch(REDUCE, 1)
     assert [group.ranks for group in read(tmp_path).groups] == [tuple(everybody)]
@@ -162,6 +164,13 @@ def test_no_read_is_torn_while_the_trainer_runs(tmp_path: Path) -> None:
         thread.join()
 
 
-def test_folded_ranks_unfold() -> None:
-    assert list(unfold("0-3,8,10-11")) == [0, 1, 2, 3, 8, 10, 11]
-    assert list(unfold("-")) == []
+@given(st.lists(st.integers(0, 60), min_size=1, unique=True).map(sorted))
+def test_members_unfold_to_what_they_were(ranks: list[int]) -> None:
+    assert list(unfold_members(fold_members(ranks))) == ranks
+
+
+def test_members_are_told_briefly() -> None:
+    assert fold_members(range(8192)) == "0-8191"
+    assert fold_members(range(3, 8192, 8)) == "3-8187:8"
+    assert fold_members([0, 1, 2, 9]) == "0-2,9"
+    assert unfold_members("-,x-3,4") == (4,)

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 
 from keepstep.core.locate.collectives import Finding, find
 from keepstep.model.ids import Rank, SlotId
-from keepstep.model.position import Collective, GroupPosition, RankPosition
+from keepstep.model.position import Collective, GroupPosition, RankPosition, fold_members
 
 KEPT = 15
 
@@ -84,7 +84,7 @@ def positions(groups: Sequence[tuple[int, ...]], ranks: dict[int, Runner]) -> li
             mine.append(
                 GroupPosition(
                     group=str(number),
-                    ranks=tuple(map(Rank, members)),
+                    members=fold_members(members),
                     launched=len(calls),
                     finished=done,
                     last=known[-1] if known else None,
@@ -220,6 +220,20 @@ def test_orders_that_differ_are_the_code_and_nobody_alone() -> None:
     assert (found.kind, found.ranks, found.suspects) == ("order", (), (0, 1))
 
 
+def test_the_one_through_whom_all_circles_lead_went_astray() -> None:
+    """0 skips the world's operation and is alone in the next one of its half; three wait for it and it for them."""
+    groups = [tuple(range(8)), (0, 1, 2, 3), (4, 5, 6, 7)]
+    program = [Call(0), Call(1), Call(2), Call(0)]
+    calls = {rank: own(program, groups, rank) for rank in groups[0]}
+    del calls[0][0]
+    found = judge(groups, run(groups, calls))
+    assert (found.kind, found.ranks) == ("order", (0,))
+    assert found.reason == (
+        "went on to all_reduce #1 (4 float32) of group 1 without all_reduce #1 (4 float32) of group 0, "
+        "in which 7 ranks wait"
+    )
+
+
 def test_all_inside_of_the_same_one_blames_nobody() -> None:
     ranks = run(GROUPS, {rank: [WORLD] for rank in range(4)})
     for runner in ranks.values():
@@ -255,9 +269,7 @@ def told(rank: int, *messages: tuple[str, int], launched: int = 0) -> RankPositi
         Collective(sequence=number, op=op, elements=4, dtype="float32", peer=Rank(peer))
         for number, (op, peer) in enumerate(messages, 1)
     )
-    group = GroupPosition(
-        group="pp", ranks=tuple(map(Rank, range(4))), launched=launched, finished=launched, messages=waiting
-    )
+    group = GroupPosition(group="pp", members="0-3", launched=launched, finished=launched, messages=waiting)
     return RankPosition(rank=Rank(rank), slot=SlotId(f"s{rank}"), groups=(group,))
 
 

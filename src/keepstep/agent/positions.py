@@ -10,7 +10,7 @@ import contextlib
 import os
 import struct
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from msgspec import Struct
@@ -97,7 +97,7 @@ def _read(fd: int, now_ns: int) -> tuple[GroupPosition, ...] | None:
     if words[Head.LAYOUT] != LAYOUT:
         return ()
     version = words[Head.VERSION]
-    collectives: dict[str, tuple[tuple[Rank, ...], _Stream]] = {}
+    collectives: dict[str, tuple[str, _Stream]] = {}
     messages: dict[str, _Stream] = {}
     for row in range(min(words[Head.ROWS], ROWS)):
         at = HEAD_WORDS + row * STRIDE
@@ -109,17 +109,17 @@ def _read(fd: int, now_ns: int) -> tuple[GroupPosition, ...] | None:
         if words[at + Row.MESSAGES]:
             messages[name] = stream
         else:
-            collectives[name] = tuple(unfold(members)), stream
+            collectives[name] = members, stream
     if version % 2 or _word(fd, Head.VERSION) != version:
         return None
-    return tuple(_group(name, ranks, stream, messages.get(name)) for name, (ranks, stream) in collectives.items())
+    return tuple(_group(name, members, stream, messages.get(name)) for name, (members, stream) in collectives.items())
 
 
-def _group(name: str, ranks: tuple[Rank, ...], stream: _Stream, messages: _Stream | None) -> GroupPosition:
+def _group(name: str, members: str, stream: _Stream, messages: _Stream | None) -> GroupPosition:
     known = stream.known
     return GroupPosition(
         group=name,
-        ranks=ranks,
+        members=members,
         launched=stream.launched,
         finished=stream.finished,
         last=known[-1] if known and known[-1].sequence == stream.launched else None,
@@ -156,11 +156,3 @@ def _stream(words: tuple[int, ...], at: int, launched_after: int, now_ns: int) -
 
 def _word(fd: int, index: int) -> int:
     return int(_ONE.unpack(os.pread(fd, WORD, index * WORD))[0])
-
-
-def unfold(folded: str) -> Iterator[Rank]:
-    """The ranks of ``0-3,8``; what is no number is left out."""
-    for part in folded.split(","):
-        first, _, last = part.partition("-")
-        if first.isdecimal() and (not last or last.isdecimal()):
-            yield from map(Rank, range(int(first), int(last or first) + 1))

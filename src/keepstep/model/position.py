@@ -6,11 +6,14 @@ member launched last therefore tells who has not come, and who has launched some
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 from msgspec import Struct
 
 from keepstep.model.ids import Rank, SlotId
+from keepstep.model.topology import fold_ranks
 
 
 class Collective(Struct, frozen=True, kw_only=True):
@@ -43,7 +46,8 @@ class GroupPosition(Struct, frozen=True, kw_only=True):
 
     Attributes:
         group: torch's name of it.
-        ranks: its members, by their rank in the world.
+        members: its members by their rank in the world, as ``fold_members`` writes them: a large group has many, and
+            each of them tells its position.
         launched, finished: operations of all members together (collectives) since the group was last connected.
         last: the newest one that was launched.
         recent: the newest ones, oldest first.
@@ -53,7 +57,7 @@ class GroupPosition(Struct, frozen=True, kw_only=True):
     """
 
     group: str
-    ranks: tuple[Rank, ...]
+    members: str
     launched: int
     finished: int
     last: Collective | None = None
@@ -62,11 +66,37 @@ class GroupPosition(Struct, frozen=True, kw_only=True):
     messages: tuple[Collective, ...] = ()
 
     @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """Its members; read anew at each use."""
+        return unfold_members(self.members)
+
+    @property
     def inside(self) -> Collective | None:
         """The oldest collective that was launched and is not over, as far as it is known."""
         if self.launched <= self.finished:
             return None
         return next((one for one in self.recent if one.sequence in self.pending), self.last)
+
+
+def fold_members(ranks: Sequence[int]) -> str:
+    """``0-7``, ``0-56:8`` for every eighth, ``0-3,12`` for what is not regular."""
+    steps = {after - before for before, after in pairwise(ranks)}
+    if len(steps) == 1 and (step := steps.pop()) > 1:
+        return f"{ranks[0]}-{ranks[-1]}:{step}"
+    return fold_ranks(ranks)
+
+
+def unfold_members(folded: str) -> tuple[Rank, ...]:
+    """The opposite; what is no number is left out."""
+    return tuple(Rank(rank) for part in folded.split(",") for rank in _span(part))
+
+
+def _span(part: str) -> range:
+    ends, _, step = part.partition(":")
+    first, _, last = ends.partition("-")
+    if not all(word.isdecimal() for word in (first, last or first, step or "1")) or int(step or 1) < 1:
+        return range(0)
+    return range(int(first), int(last or first) + 1, int(step or 1))
 
 
 class RankPosition(Struct, frozen=True, kw_only=True):

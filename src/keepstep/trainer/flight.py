@@ -31,7 +31,7 @@ from keepstep.model.flight import (
     Head,
     Row,
 )
-from keepstep.model.topology import fold_ranks
+from keepstep.model.position import fold_members
 
 _ENTRY = struct.Struct(f"={ENTRY_WORDS}q")
 _put = _ENTRY.pack_into
@@ -136,7 +136,7 @@ class Flight:
         return row
 
     def _add(self, key: tuple[str, bool], ranks: Sequence[int]) -> int | None:
-        text = f"{key[0]}\0{fold_ranks(ranks)}".encode()
+        text = f"{key[0]}\0{fold_members(ranks)}".encode()
         words, used = self._words, self._words[Head.ROWS]
         fresh = self._text_used + len(text) <= TEXT_SIZE
         row = next((row for row in self._free if self._room(row) >= len(text)), None)

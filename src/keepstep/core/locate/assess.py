@@ -106,7 +106,7 @@ def stacks_are_in(draft: Draft) -> None:
     job = draft.job
     if deadlines.STACKS in job.deadlines and not looking(job):
         draft.clear(deadlines.STACKS)
-        if deadlines.LOCATE not in job.deadlines:
+        if deadlines.LOCATE not in job.deadlines or deadlines.PATIENCE in job.deadlines:
             stall_reports_are_in(draft)
 
 

@@ -12,11 +12,12 @@ https://pytorch.org/tutorials/unstable/flight_recorder_tutorial.html. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 from msgspec import Struct
 
+from keepstep.core.locate.circles import components, has_circle, short_circle
 from keepstep.model.ids import Rank
 from keepstep.model.position import Collective, GroupPosition, RankPosition
 from keepstep.model.topology import fold_ranks
@@ -27,6 +28,8 @@ wait for each other, all are inside of the same operation, or too many are outsi
 
 MISSING, MISMATCH = 0.95, 0.95
 """That the rank at which all waits end is the one to look at; that the few are wrong, and not the many."""
+ORDER = 0.9
+"""That the only rank through which all circles of waits lead is the one that went astray."""
 MANY_MISSING = 0.7
 """The same where several do not come: one of them may wait for another in a way that is not seen here."""
 SAME_INPUT = frozenset({"all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor"})
@@ -34,7 +37,17 @@ SAME_INPUT = frozenset({"all_reduce", "broadcast", "reduce", "all_gather_into_te
 SHOWN = 6
 """Lines of evidence."""
 
-Key = tuple[str, tuple[Rank, ...]]
+
+class _Group:
+    """One group of the job, and where its members stand in it. Compared by identity: thousands of members are many."""
+
+    def __init__(self, position: GroupPosition) -> None:
+        self.name, self.ranks = position.group, position.ranks
+        self.at: dict[Rank, GroupPosition] = {}
+
+
+Node = Rank | tuple[_Group, int]
+"""A rank, or an operation by its group and number."""
 
 
 class Finding(Struct, frozen=True, kw_only=True):
@@ -68,12 +81,14 @@ def find(
         return found
     if not any(board.waits(rank) for rank in board.at):
         return _nobody(board, "outside", "no rank is in a collective: none of them waits for another")
-    ends = _ends(board)
-    sinks = sorted(rank for end in ends if len(end) == 1 for rank in end)
-    if sinks:
+    graph = board.graph()
+    ends = _ends(graph)
+    if sinks := _ranks(node for end in ends if len(end) == 1 for node in end):
         return _missing(board, sinks)
-    if circles := [sorted(end) for end in ends if len(end) > 1]:
-        return _circle(board, circles)
+    if circle := {node for end in ends for node in end}:
+        return _circle(
+            board, {node: [o for o in others if o in circle] for node, others in graph.items() if node in circle}
+        )
     return _nobody(board, "inside", _all_inside(board))
 
 
@@ -87,107 +102,83 @@ class _Board:
         self.at = {position.rank: position for position in positions if position.groups}
         self.halted = halted
         self.elsewhere = elsewhere
-        self.groups: dict[Key, dict[Rank, GroupPosition]] = {}
+        known: dict[tuple[str, str], _Group] = {}  # two groups of different ranks may have one name
+        self.of: dict[Rank, list[_Group]] = {}
         for rank, position in sorted(self.at.items()):
-            for group in position.groups:
-                self.groups.setdefault((group.group, group.ranks), {})[rank] = group
+            for one in position.groups:
+                if (group := known.get((one.group, one.members))) is None:
+                    group = known[one.group, one.members] = _Group(one)
+                group.at[rank] = one
+                self.of.setdefault(rank, []).append(group)
+        self.groups = tuple(known.values())
+        self._missing: dict[tuple[_Group, int], list[Rank]] = {}
 
-    def waiting(self, rank: Rank) -> list[tuple[Key, Collective]]:
+    def waiting(self, rank: Rank) -> list[tuple[_Group, Collective]]:
         """Collectives in which the rank is inside: the oldest of each group."""
         if rank in self.elsewhere or rank not in self.at:
             return []
-        inside = [((g.group, g.ranks), g.inside) for g in self.at[rank].groups]
-        return [(key, one) for key, one in inside if one is not None]
+        inside = [(group, group.at[rank].inside) for group in self.of[rank]]
+        return [(group, one) for group, one in inside if one is not None]
 
-    def messages(self, rank: Rank) -> list[tuple[Key, Collective]]:
+    def messages(self, rank: Rank) -> list[tuple[_Group, Collective]]:
         """Messages that the rank waits for, unless it has gone on to a collective since."""
         if rank in self.elsewhere or rank not in self.at:
             return []
         newest = min((one.age_s for _, one in self.waiting(rank)), default=float("inf"))
-        return [
-            ((group.group, group.ranks), one)
-            for group in self.at[rank].groups
-            for one in group.messages
-            if one.age_s <= newest
-        ]
+        return [(group, one) for group in self.of[rank] for one in group.at[rank].messages if one.age_s <= newest]
 
     def waits(self, rank: Rank) -> bool:
         return bool(self.waiting(rank) or self.messages(rank))
 
-    def missing(self, key: Key, sequence: int) -> list[Rank]:
+    def missing(self, key: _Group, sequence: int) -> list[Rank]:
         """Members that have not launched it, that do not tell, or that have launched it and been halted since."""
-        members = self.groups[key]
-        return [rank for rank in key[1] if self._lacks(rank, members.get(rank), sequence)]
+        if (known := self._missing.get((key, sequence))) is None:
+            known = [rank for rank in key.ranks if self._lacks(rank, key.at.get(rank), sequence)]
+            self._missing[key, sequence] = known
+        return known
 
     def _lacks(self, rank: Rank, at: GroupPosition | None, sequence: int) -> bool:
         if at is None or at.launched < sequence:
             return True
         return rank in self.halted and at.finished < sequence
 
-    def next_of(self, rank: Rank) -> set[Rank]:
-        """Ranks that this one waits for."""
-        found = {other for key, one in self.waiting(rank) for other in self.missing(key, one.sequence)}
-        for key, one in self.messages(rank):
-            if one.peer is not None and not self._answers(one.peer, key, rank, one.op):
-                found.add(one.peer)
-        return found - {rank}
+    def graph(self) -> dict[Node, list[Node]]:
+        """Ranks that wait, the operations they wait in, and the ranks that these lack; linear in their number."""
+        found: dict[Node, list[Node]] = {}
+        for rank in self.at:
+            ops: list[Node] = [(key, one.sequence) for key, one in self.waiting(rank)]
+            for key, one in self.waiting(rank):
+                found[key, one.sequence] = [*self.missing(key, one.sequence)]
+            ops += [
+                one.peer
+                for key, one in self.messages(rank)
+                if one.peer is not None and not self._answers(one.peer, key, rank, one.op)
+            ]
+            if ops:
+                found[rank] = ops
+        for node in [node for nodes in found.values() for node in nodes]:
+            found.setdefault(node, [])
+        return found
 
-    def _answers(self, peer: Rank, key: Key, rank: Rank, op: str) -> bool:
+    def _answers(self, peer: Rank, key: _Group, rank: Rank, op: str) -> bool:
         """Whether the other end has begun its part of this rank's message."""
         wanted = "recv" if op == "send" else "send"
-        at = self.groups[key].get(peer)
+        at = key.at.get(peer)
         return at is not None and any(
             (one.op == wanted and one.peer == rank) or (one.op == "recv_anysource" and wanted == "recv")
             for one in at.messages
         )
 
 
-def _ends(board: _Board) -> list[set[Rank]]:
-    """Where waits end: sets of ranks that can be reached from somebody who waits, and that wait for nobody else."""
-    starts = [rank for rank in board.at if board.waits(rank)]
-    graph: dict[Rank, set[Rank]] = {}
-    todo = list(starts)
-    while todo:
-        rank = todo.pop()
-        if rank not in graph:
-            graph[rank] = board.next_of(rank)
-            todo += graph[rank]
+def _ends(graph: dict[Node, list[Node]]) -> list[set[Node]]:
+    """Where waits end: parts of the graph that somebody waits for and from which no way leads out."""
     waited_for = {other for others in graph.values() for other in others}
-    parts = [part for part in _components(graph) if all(graph[rank] <= part for rank in part)]
-    return [part for part in parts if len(part) > 1 or part & waited_for]
+    parts = [part for part in components(graph) if all(set(graph[node]) <= part for node in part)]
+    return [part for part in parts if len(part) > 1 or (part & waited_for and not isinstance(next(iter(part)), tuple))]
 
 
-def _components(graph: dict[Rank, set[Rank]]) -> Iterator[set[Rank]]:
-    """Strongly connected components (Kosaraju's two passes, without recursion)."""
-    order: list[Rank] = []
-    seen: set[Rank] = set()
-    for root in graph:
-        stack = [(root, iter(graph[root]))] if root not in seen else []
-        seen.add(root)
-        while stack:
-            rank, others = stack[-1]
-            if (after := next((o for o in others if o not in seen), None)) is None:
-                order.append(rank)
-                stack.pop()
-            else:
-                seen.add(after)
-                stack.append((after, iter(graph[after])))
-    back: dict[Rank, set[Rank]] = {rank: set() for rank in graph}
-    for rank, waited in graph.items():
-        for other in waited:
-            back[other].add(rank)
-    seen.clear()
-    for root in reversed(order):
-        if root in seen:
-            continue
-        part, todo = {root}, [root]
-        seen.add(root)
-        while todo:
-            fresh = back[todo.pop()] - seen
-            seen |= fresh
-            part |= fresh
-            todo += fresh
-        yield part
+def _ranks(nodes: Iterable[Node]) -> list[Rank]:
+    return sorted(node for node in nodes if not isinstance(node, tuple))
 
 
 # -------------------------------------------------------------------- verdicts
@@ -195,10 +186,13 @@ def _components(graph: dict[Rank, set[Rank]]) -> Iterator[set[Rank]]:
 
 def _mismatch(board: _Board) -> Finding | None:
     """Operations under one number of one group, and not the same ones, while some member is still inside."""
-    for key, members in board.groups.items():
-        held = {one.sequence for rank in members for other, one in board.waiting(rank) if other == key}
-        for sequence in sorted(held):
-            launched = {rank: one for rank, at in members.items() if (one := _numbered(at, sequence)) is not None}
+    held: dict[_Group, set[int]] = {}
+    for rank in board.at:
+        for key, inside in board.waiting(rank):
+            held.setdefault(key, set()).add(inside.sequence)
+    for key, sequences in held.items():
+        for sequence in sorted(sequences):
+            launched = {rank: one for rank, at in key.at.items() if (one := _numbered(at, sequence)) is not None}
             if found := _at_odds(board, key, launched):
                 return found
     return None
@@ -208,7 +202,7 @@ def _numbered(at: GroupPosition, sequence: int) -> Collective | None:
     return next((one for one in at.recent or filter(None, [at.last]) if one.sequence == sequence), None)
 
 
-def _at_odds(board: _Board, key: Key, launched: dict[Rank, Collective]) -> Finding | None:
+def _at_odds(board: _Board, key: _Group, launched: dict[Rank, Collective]) -> Finding | None:
     kinds = {rank: _kind(one) for rank, one in launched.items()}
     counts = Counter(kinds.values()).most_common()
     if len(counts) < 2:
@@ -220,11 +214,11 @@ def _at_odds(board: _Board, key: Key, launched: dict[Rank, Collective]) -> Findi
     if many * 2 > len(kinds):
         strange = launched[odd[0]]
         theirs = tell(ordinary, number=False)
-        reason = f"launched {tell(strange)} where {many} other ranks of group {key[0]} launched {theirs}"
+        reason = f"launched {tell(strange)} where {many} other ranks of group {key.name} launched {theirs}"
         return Finding(
             kind="mismatch", ranks=tuple(odd), probability=MISMATCH, reason=reason, evidence=tuple(told[:SHOWN])
         )
-    reason = f"the members of group {key[0]} launched different operations under number {ordinary.sequence}"
+    reason = f"the members of group {key.name} launched different operations under number {ordinary.sequence}"
     suspects = tuple(sorted(launched))
     return _nobody(board, "mismatch", reason, suspects=suspects, evidence=told)
 
@@ -243,14 +237,14 @@ def _kind(one: Collective) -> tuple[str, int, str]:
 
 def _missing(board: _Board, sinks: Sequence[Rank]) -> Finding:
     """Ranks at which all waits end. The many are not what the few wait for: then it is not about single ranks."""
-    world = len({rank for key in board.groups for rank in key[1]})
+    world = len({rank for key in board.groups for rank in key.ranks})
     if len(sinks) * 2 > world or (len(sinks) * 2 == world and world > 2):
         return _nobody(board, "outside", f"{len(sinks)} of {world} ranks are in no collective: none of them is odd")
     silent = [rank for rank in sinks if rank not in board.at]
     key, one, waiters = _waited_in(board, sinks)
     reason = f"{_lacking(board, sinks[0], key, one)}, in which {_count(waiters)}"
     if silent == list(sinks):
-        reason = f"does not tell where it stands, and {_count(waiters)} in {tell(one)} of group {key[0]}"
+        reason = f"does not tell where it stands, and {_count(waiters)} in {tell(one)} of group {key.name}"
     sure = len(sinks) == 1 and not silent and not board.waits(sinks[0])
     chance = MISSING if sure else MANY_MISSING
     return Finding(
@@ -258,40 +252,58 @@ def _missing(board: _Board, sinks: Sequence[Rank]) -> Finding:
     )
 
 
-def _lacking(board: _Board, rank: Rank, key: Key, one: Collective) -> str:
+def _lacking(board: _Board, rank: Rank, key: _Group, one: Collective) -> str:
     """What the rank has not done."""
-    at = board.groups[key].get(rank)
+    at = key.at.get(rank)
     if one.peer is not None:
-        return f"has not begun its part of {tell(one)} of group {key[0]}"
+        return f"has not begun its part of {tell(one)} of group {key.name}"
     if at is not None and at.launched >= one.sequence:
-        return f"has been stopped inside of {tell(one)} of group {key[0]}"
+        return f"has been stopped inside of {tell(one)} of group {key.name}"
     if held := board.waiting(rank):
         other, still = held[0]
-        return (
-            f"is still inside of {tell(still)} of group {other[0]}, and has not launched {tell(one)} of group {key[0]}"
-        )
-    return f"has not launched {tell(one)} of group {key[0]}"
+        inside = f"is still inside of {tell(still)} of group {other.name}"
+        return f"{inside}, and has not launched {tell(one)} of group {key.name}"
+    return f"has not launched {tell(one)} of group {key.name}"
 
 
-def _waited_in(board: _Board, sinks: Sequence[Rank]) -> tuple[Key, Collective, list[Rank]]:
+def _waited_in(board: _Board, sinks: Sequence[Rank]) -> tuple[_Group, Collective, list[Rank]]:
     """The operation in which most ranks wait for one of ``sinks``, directly."""
-    found: dict[tuple[Key, int], list[tuple[Rank, Collective]]] = {}
+    found: dict[tuple[_Group, int], list[tuple[Rank, Collective]]] = {}
+    wanted = set(sinks)
+    lacking: dict[tuple[_Group, int], bool] = {}
     for rank in board.at:
         for key, one in [*board.waiting(rank), *board.messages(rank)]:
-            wanted = {one.peer} if one.peer is not None else set(board.missing(key, one.sequence))
-            if wanted & set(sinks):
+            op = key, one.sequence
+            if one.peer is None and op not in lacking:
+                lacking[op] = not wanted.isdisjoint(board.missing(*op))
+            if one.peer in wanted if one.peer is not None else lacking[op]:
                 found.setdefault((key, one.sequence), []).append((rank, one))
     (key, _), waiters = max(found.items(), key=lambda item: len(item[1]))
     return key, waiters[0][1], [rank for rank, _ in waiters]
 
 
-def _circle(board: _Board, circles: Sequence[Sequence[Rank]]) -> Finding:
-    """Ranks that wait for each other: none of them alone can be told to have gone astray."""
-    ranks = tuple(sorted(rank for circle in circles for rank in circle))
+def _circle(board: _Board, graph: dict[Node, list[Node]]) -> Finding:
+    """Ranks that wait for each other. If one rank went astray, every circle leads through it: see who is in them all.
+
+    A circle of ranks that all keep to the program is impossible: the one of them that waits in the program's earliest
+    operation waits for members that have none before it.
+    """
+    ranks = tuple(_ranks(graph))
+    able = [rank for rank in _ranks(short_circle(graph)) if not has_circle(graph, without=rank)]
+    evidence = _lines(board, first=able or ranks)
+    if len(able) == 1 and (held := [*board.waiting(able[0]), *board.messages(able[0])]):
+        other, astray = held[0]
+        key, one, waiters = _waited_in(board, able)
+        reason = (
+            f"went on to {tell(astray)} of group {other.name} without {tell(one)} of group {key.name}, "
+            f"in which {_count(waiters)}"
+        )
+        return Finding(kind="order", ranks=tuple(able), probability=ORDER, reason=reason, evidence=evidence)
     only = all(board.messages(rank) and not board.waiting(rank) for rank in ranks)
     what = "messages" if only else "collectives"
-    reason = f"ranks {fold_ranks(ranks)} wait for each other in {what}: they launched them in different orders"
-    return _nobody(board, "messages" if only else "order", reason, suspects=ranks, evidence=_lines(board, first=ranks))
+    suspects = tuple(sorted(able)) or ranks
+    reason = f"ranks {fold_ranks(suspects)} wait for each other in {what}: they launched them in different orders"
+    return _nobody(board, "messages" if only else "order", reason, suspects=suspects, evidence=evidence)
 
 
 def _nobody(
@@ -311,8 +323,10 @@ def _all_inside(board: _Board) -> str:
     inside = {rank: held[0] for rank in board.at if (held := board.waiting(rank))}
     ops = {(key, one.sequence) for key, one in inside.values()}
     if len(ops) == 1 and inside:
-        (name, _), one = next(iter(inside.values()))
-        return f"all members of group {name} have launched {tell(one)} and wait inside of it: none of them is to blame"
+        key, one = next(iter(inside.values()))
+        return (
+            f"all members of group {key.name} have launched {tell(one)} and wait inside of it: none of them is to blame"
+        )
     return "everybody has launched what the others wait in: the network or the library holds them, no rank is to blame"
 
 

@@ -77,7 +77,7 @@ def judge(
         return _without_positions(weigh(_nobody(found, evidence), seen), False, seen)
     if found.suspects:
         return _among(found, evidence)
-    if found.kind == "mismatch":
+    if found.kind in ("mismatch", "order"):
         return _named(found, "user_code", evidence)
     return _missing(found, evidence, places, processes, positions, roster, layout)
 
