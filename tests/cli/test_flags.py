@@ -231,6 +231,7 @@ BAD_USAGE = [
     (["--nnodes", "2", "--rdzv-endpoint", "h:99999", "t.py"], "not HOST:PORT"),
     (["--nnodes", "2", "--rdzv-endpoint", "h:0", "t.py"], "port 0"),
     (["--hang-detect", "soon", "t.py"], "not auto, off or a duration"),
+    (["--pace-window", "100ms", "t.py"], "not off or a duration of at least 1s"),
     (["--redirects", "7", "t.py"], "--redirects '7'"),
     (["--local-ranks-filter", "a", "t.py"], "not a list of numbers"),
     (["--signals-to-handle", "SIGTRM", "t.py"], "did you mean SIGTERM?"),

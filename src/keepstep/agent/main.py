@@ -135,7 +135,8 @@ class Agent:
         await self.uplink.run()
 
     def _welcomed(self, welcome: Welcome) -> None:
-        self.paces.window_s = welcome.pace_window_s
+        asked = self.node.spec.pace_window_s
+        self.paces.window_s = welcome.pace_window_s if asked is None else asked
 
     def _part(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A part that must not end by itself; its error is the agent's."""

@@ -22,6 +22,7 @@ from keepstep.cli.copies import copies_line, trouble_lines
 from keepstep.cli.errors import DoorError, NotFound
 from keepstep.cli.local import add_local
 from keepstep.cli.render import Column, Form, check_form, fold_nodes, paint, show
+from keepstep.cli.slow import slow_lines
 from keepstep.cli.source import Source, find, of_run
 from keepstep.cli.where import Where
 from keepstep.model.records import SCHEMA, AnyRecord
@@ -176,6 +177,7 @@ def show_job(where: Where, job: str, output: str) -> int:
     if form in ("table", "wide") and sys.stdout.isatty():
         show(answer, [told(answer)], JOB_COLUMNS, form)
         show_checkpoints(answer, form)
+        print("".join(f"{line}\n" for line in slow_lines(answer)), end="")
         for rows, columns in (
             (fold_rows(answer["nodes"]), NODE_COLUMNS),
             (answer["ranks"], RANK_COLUMNS),

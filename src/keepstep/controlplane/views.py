@@ -17,6 +17,7 @@ from keepstep.controlplane.checkpoint_views import checkpoint_rows, copies_row, 
 from keepstep.controlplane.decide_views import automation_row
 from keepstep.controlplane.folding import LOG_FILE
 from keepstep.controlplane.moments import when
+from keepstep.controlplane.pace_views import pace_rows, straggler_rows
 from keepstep.core.controller import Controller
 from keepstep.core.diagnose.similar import Match
 from keepstep.core.locate.past import matches
@@ -88,6 +89,8 @@ def job_view(job: Job, policy: Policy | None = None) -> View:
             {"rank": rank, "step": gap.step, "since": when(gap.at), "why": gap.why}
             for rank, gap in sorted(job.gaps.items())
         ],
+        "stragglers": straggler_rows(job),
+        "paces": pace_rows(job),
         "shared_domains": [
             {"domain": NAMES[short.kind], "nodes": list(short.nodes), "why": short.why} for short in shortfalls(job)
         ],

@@ -47,6 +47,8 @@ class JobSpec(Struct, frozen=True, kw_only=True):
         max_restarts: whole-job restarts before the job is given up.
         user_retries: how often the script's own error is tried again in process.
         hang_detect: ``auto`` (from the job's own step times), ``off``, or a fixed limit such as ``30s``.
+        pace_window_s: length of the windows in which ranks' own times are compared; 0 compares none, and ``None``
+            leaves it to the controller's policy.
         allow_inject: whether people may break it on purpose.
         snapshot_every: steps between snapshots into memory; 0 is off.
         join_timeout_s: how long the job waits for its least number of nodes.
@@ -69,6 +71,7 @@ class JobSpec(Struct, frozen=True, kw_only=True):
     max_restarts: int = 3
     user_retries: int = 1
     hang_detect: str = "auto"
+    pace_window_s: float | None = None
     allow_inject: bool = False
     snapshot_every: int = 1
     join_timeout_s: float = 600.0

@@ -1,0 +1,51 @@
+"""A tiny DDP job in which one rank takes longer for itself for as long as a file says so.
+
+The file holds ``RANK SECONDS``; it is read once in a while, so that a test can make a rank slow and fast again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import keepstep
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser()
+    ask.add_argument("--steps", type=int, required=True)
+    ask.add_argument("--pace", type=float, default=0.02, help="seconds that every rank takes for itself in each step")
+    ask.add_argument("--slow", type=Path, required=True)
+    args = ask.parse_args()
+
+    ks = keepstep.init()
+    torch.manual_seed(11)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 1)).to(ks.device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    ks.register(model=model, optimizer=optimizer)
+    extra = 0.0
+    for step in ks.steps(args.steps):
+        with step:
+            if step.index % 10 == 0:
+                extra = 0.0
+                with contextlib.suppress(OSError, ValueError):
+                    rank, seconds = args.slow.read_text().split()
+                    extra = float(seconds) if int(rank) == ks.rank else 0.0
+            draw = torch.Generator().manual_seed(step.index * 64 + ks.rank)
+            x = torch.randn(16, 12, generator=draw)
+            time.sleep(args.pace + extra)
+            loss = nn.functional.mse_loss(model(x), torch.sin(x[:, :1]) * x[:, 1:2])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            step.commit(loss=loss)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""A rank that takes longer than the others, in a real job: named, with its cost, and taken back when it is over."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.acceptance.checks import MakeCluster
+
+from keepstep.cli.demo_cluster import Cluster
+from keepstep.model.facts import RanksPaced
+from keepstep.model.records import Observed, StragglerNoted
+from keepstep.store.exceptions import StoreError
+from keepstep.store.sqlite import open_log
+
+pytestmark = [pytest.mark.acceptance, pytest.mark.timeout(240)]
+
+HERE = Path(__file__).parent
+LIMIT_S = 60.0
+SLOW = 3
+
+
+class Log:
+    """The job's log, read on from where it was read last."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._path, self._after = cluster.run_dir / "log.sqlite", 0
+        self.windows: list[RanksPaced] = []
+        self.notes: list[StragglerNoted] = []
+
+    def look(self) -> Log:
+        try:
+            log = open_log(self._path, readonly=True)
+        except (OSError, StoreError):
+            return self  # not made yet
+        try:
+            for entry in log.read(after=self._after):
+                self._after = entry.seq
+                match entry.record:
+                    case Observed(fact=RanksPaced() as fact):
+                        self.windows.append(fact)
+                    case StragglerNoted() as note:
+                        self.notes.append(note)
+                    case _:
+                        pass
+        finally:
+            log.close()
+        return self
+
+
+def job(cluster: Cluster) -> dict[str, Any]:
+    words = [sys.executable, "-m", "keepstep.cli.main", "job", "--state-dir", str(cluster.home / "state"), "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=True, env=os.environ)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_slow_rank_is_named_and_forgiven(tmp_path: Path, make_cluster: MakeCluster) -> None:
+    """Two nodes of two ranks, windows of a second: rank 3 takes 60 % longer, and nobody else is blamed for its time."""
+    slow = tmp_path / "slow"
+    cluster = make_cluster(
+        script=HERE / "slow_train.py",
+        args=("--steps", "100000", "--slow", str(slow)),
+        nodes=2,
+        nproc=2,
+        flags=("--pace-window", "1s", "--standbys", "0"),
+    )
+    cluster.start()
+    log = Log(cluster)
+    cluster.until(lambda: len(log.look().windows) >= 2, LIMIT_S, "the first windows of both nodes")
+    paces = job(cluster)["paces"]
+    assert [row["rank"] for row in paces] == [0, 1, 2, 3]
+    assert all(0.02 <= row["own_s"] <= row["step_s"] for row in paces), paces
+    slow.write_text(f"{SLOW} 0.012")
+    cluster.until(lambda: any(SLOW in note.ranks for note in log.look().notes), LIMIT_S, "the note on rank 3")
+    mine = next(note for note in log.notes if SLOW in note.ranks)
+    assert (mine.cause, mine.ranks, mine.nodes) == ("device", (SLOW,), ("node-1",)), mine
+    assert mine.slowdown > 1.1, mine
+    (row,) = [row for row in job(cluster)["stragglers"] if row["ranks"] == str(SLOW)]
+    assert "rank 3 on node-1 is" in row["why"]
+    assert "of the job" in row["why"]
+    slow.unlink()
+    cluster.until(lambda: any(note.over for note in log.look().notes), LIMIT_S, "the end of it")
+    assert {note.ranks for note in log.notes} == {(SLOW,)}, "nobody else was blamed"
