@@ -258,6 +258,13 @@ def _ours(parser: RunParser) -> None:
     )
     _flag(
         group,
+        "--pace-window",
+        env="KEEPSTEP_PACE_WINDOW",
+        metavar="30s|off",
+        help="ranks' own times per step are compared once in so long; the controller's policy where not given",
+    )
+    _flag(
+        group,
         "--snapshot-every",
         env="KEEPSTEP_SNAPSHOT_EVERY",
         type=int,

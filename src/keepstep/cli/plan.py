@@ -24,6 +24,8 @@ C10D_PORT = 29400
 """torchrun's own default ports of its two rendezvous backends."""
 LOOPBACK = "127.0.0.1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+PACE_LEAST_S = 1.0
+"""A shorter window holds too few steps to be compared, and agents would do little else."""
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|)")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 _RDZV_KEYS = ("join_timeout", "last_call_timeout", "timeout", "is_host")
@@ -76,6 +78,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     user_retries: int
     snapshot_every: int
     hang_detect: str
+    pace_window_s: float | None
     guard: str | None
     allow_tainted: bool
     allow_inject: bool
@@ -139,6 +142,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         user_retries=args.user_retries,
         snapshot_every=args.snapshot_every,
         hang_detect=hang_limit(args.hang_detect),
+        pace_window_s=pace_window(args.pace_window),
         guard=args.guard,
         allow_tainted=args.allow_tainted,
         allow_inject=args.allow_inject,
@@ -220,6 +224,17 @@ def hang_limit(text: str) -> str:
     if seconds <= 0:
         raise UsageError(f"--hang-detect {text!r} is not auto, off or a duration", help="for example 30s or 5m")
     return f"{seconds:g}s"
+
+
+def pace_window(text: str | None) -> float | None:
+    """Seconds; 0 for ``off``, ``None`` where nothing was asked for."""
+    if text is None or text == "off":
+        return None if text is None else 0.0
+    found = _DURATION.fullmatch(text)
+    seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if seconds < PACE_LEAST_S:
+        raise UsageError(f"--pace-window {text!r} is not off or a duration of at least 1s", help="for example 30s")
+    return seconds
 
 
 def console(redirects: str, tee: str) -> dict[str, int]:

@@ -265,6 +265,7 @@ def _write_agent(home: Home, plan: Plan, checked: Checked) -> None:
         max_restarts=plan.max_restarts,
         user_retries=plan.user_retries,
         hang_detect=plan.hang_detect,
+        pace_window_s=plan.pace_window_s,
         allow_inject=plan.allow_inject,
         snapshot_every=plan.snapshot_every,
         join_timeout_s=plan.join_timeout_s,
