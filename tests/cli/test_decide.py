@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 from decide_rig import serving, write_log
-from tests.core.fleet import Fleet, Rank, running
+from tests.core.fleet import Fleet, running
 
 from keepstep.cli import dirs
 from keepstep.cli.main import main
 from keepstep.core.decide.proposals import propose
 from keepstep.core.draft import Draft
-from keepstep.model.ids import NodeId
+from keepstep.model.ids import NodeId, Rank
 from keepstep.model.settings import Policy
 from keepstep.model.stacks import Frame
-
 
 FOR_EVER_S = 4e9
 """The fleet's clock stands at the beginning of 1970, the controller's does not."""

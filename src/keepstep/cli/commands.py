@@ -257,12 +257,17 @@ def controller(
     run_dir: Annotated[str, Parameter(help="Directory of its log; made when missing")],
     listen: Annotated[str, Parameter(help="HOST:PORT for agents")] = "127.0.0.1:29400",
     http_port: Annotated[int, Parameter(help="Port for people and tools; 0 takes a free one")] = 0,
+    mode: Annotated[
+        Literal["observe", "assist", "auto"],
+        Parameter(help="The most that automation may do to living nodes, in all jobs until a person says more"),
+    ] = "observe",
+    protect: Annotated[str, Parameter(help="Nodes that only a person may take out, with commas between them")] = "",
     token_file: Token = "",
 ) -> int:
     """Run a controller in the foreground, for jobs that are started with --controller HOST:PORT."""
     from keepstep.cli.order import run_controller
 
-    return run_controller(run_dir, listen, http_port, token_file)
+    return run_controller(run_dir, listen, http_port, token_file, mode=mode, protect=protect)
 
 
 app.command(ckpt.app)

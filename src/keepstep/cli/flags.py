@@ -149,6 +149,7 @@ def build_parser() -> RunParser:
     _torchrun_output(parser)
     theirs = {action.dest for action in parser._actions}
     _ours(parser)
+    _automation(parser)
     _checkpoints(parser)
     parser.ours = frozenset(action.dest for action in parser._actions) - theirs
     parser.add_argument("training_script", help="program that runs on every rank, then its arguments")
@@ -324,6 +325,36 @@ def _ours(parser: RunParser) -> None:
         default="",
         metavar="tp=8,pp=8,dp=32",
         help="parallel groups: copies are kept outside of them",
+    )
+
+
+def _automation(parser: RunParser) -> None:
+    group = parser.add_argument_group("automation (what may be done to nodes that live; the dead are always replaced)")
+    _flag(
+        group,
+        "--mode",
+        env="KEEPSTEP_MODE",
+        default=None,
+        choices=["observe", "assist", "auto"],
+        help="observe: only say it; assist: ask a person (`keepstep approve`); auto: act within the limits (auto)",
+    )
+    _flag(
+        group,
+        "--protect",
+        env="KEEPSTEP_PROTECT",
+        type=_commas,
+        default=[],
+        metavar="NODE,..",
+        help="nodes that only a person may take out",
+    )
+    _flag(
+        group,
+        "--evictions-per-hour",
+        env="KEEPSTEP_EVICTIONS_PER_HOUR",
+        type=int,
+        default=None,
+        metavar="N",
+        help="living nodes that may be taken out without a person, then the breaker opens (4)",
     )
 
 

@@ -6,7 +6,7 @@ import getpass
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,6 +21,7 @@ from keepstep.cli.show import hint, job_name
 from keepstep.cli.source import find
 from keepstep.cli.where import Where
 from keepstep.controlplane.config import ControllerConfig
+from keepstep.model.settings import Policy
 
 NEEDS_RANK = ("kill", "freeze", "exception", "slow")
 WHAT = {
@@ -100,8 +101,19 @@ def who() -> str:
         return f"uid {os.getuid()}"
 
 
-def run_controller(run_dir: str, listen: str, http_port: int, token_file: str) -> int:
-    """Become a controller: this process is replaced by it, so signals and exit codes are its own."""
+def run_controller(
+    run_dir: str,
+    listen: str,
+    http_port: int,
+    token_file: str,
+    *,
+    mode: Literal["observe", "assist", "auto"] = "observe",
+    protect: str = "",
+) -> int:
+    """Become a controller: this process is replaced by it, so signals and exit codes are its own.
+
+    A controller of many jobs begins as an observer; that of a single job (``keepstep run``) does not.
+    """
     endpoint = parse_endpoint(listen, 29400, "--listen")
     address = net.resolve(endpoint.host, endpoint.port)
     token_file = token_file or os.environ.get("KEEPSTEP_TOKEN_FILE", "")
@@ -114,6 +126,7 @@ def run_controller(run_dir: str, listen: str, http_port: int, token_file: str) -
         agent_port=endpoint.port,
         http_port=http_port,
         token_file=os.path.abspath(token_file) if token_file else "",
+        policy=Policy(mode=mode, protected=tuple(name.strip() for name in protect.split(",") if name.strip())),
     )
     path = home / dirs.NODES / "controller.config.json"
     write_atomic(path, msgspec.json.format(msgspec.json.encode(config)))

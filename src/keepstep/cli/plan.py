@@ -82,6 +82,9 @@ class Plan(Struct, frozen=True, kw_only=True):
     guard: str | None
     allow_tainted: bool
     allow_inject: bool
+    mode: Literal["observe", "assist", "auto"] | None
+    protected: tuple[str, ...]
+    evictions_per_hour: int | None
     join_timeout_s: float
     last_call_s: float
     role: str
@@ -146,6 +149,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
         guard=args.guard,
         allow_tainted=args.allow_tainted,
         allow_inject=args.allow_inject,
+        mode=args.mode,
+        protected=tuple(dict.fromkeys(name.strip() for name in args.protect if name.strip())),
+        evictions_per_hour=args.evictions_per_hour,
         join_timeout_s=_seconds(conf, "join_timeout", _seconds(conf, "timeout", 600.0)),
         last_call_s=_seconds(conf, "last_call_timeout", 30.0),
         role=args.role,
@@ -289,6 +295,11 @@ def _check_numbers(args: argparse.Namespace) -> None:
     ):
         if getattr(args, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {least} or more")
+    if args.evictions_per_hour is not None and args.evictions_per_hour < 0:
+        raise UsageError(
+            f"--evictions-per-hour {args.evictions_per_hour} must be 0 or more",
+            help="0 leaves every eviction to a person; --mode assist does that, too",
+        )
     if args.monitor_interval is not None and not 0 < args.monitor_interval <= 60:
         raise UsageError(f"--monitor-interval {args.monitor_interval} must be above 0 and at most 60 seconds")
     if args.master_port is not None and not 0 <= args.master_port <= 65535:

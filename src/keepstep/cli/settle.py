@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from keepstep.agent.config import AgentConfig, Output
 from keepstep.agent.files import write_atomic
@@ -30,6 +31,7 @@ from keepstep.controlplane.config import ControllerConfig
 from keepstep.model import exits
 from keepstep.model.env import ALLOW_TAINTED, GUARD
 from keepstep.model.ids import JobId
+from keepstep.model.settings import Policy
 from keepstep.model.topology import JobSpec
 
 TOKEN_FILE = "token"
@@ -124,6 +126,7 @@ def _host(plan: Plan, checked: Checked, signals: Signals, state: Path) -> Home:
             agent_port=plan.endpoint.port if plan.endpoint else 0,
             token_file=home.token_file,
             launcher_pid=os.getpid(),
+            policy=_policy(plan),
         )
         path = run_dir / dirs.NODES / "controller.config.json"
         write_atomic(path, msgspec.json.encode(config))
@@ -134,6 +137,12 @@ def _host(plan: Plan, checked: Checked, signals: Signals, state: Path) -> Home:
         home.abandon()
         raise
     return home
+
+
+def _policy(plan: Plan) -> Policy:
+    """A job's own controller has no stricter limits than the job asks for itself."""
+    usual = Policy()
+    return usual if plan.evictions_per_hour is None else replace(usual, evictions_per_hour=plan.evictions_per_hour)
 
 
 def _token_file(plan: Plan, run_dir: Path) -> str:
@@ -267,6 +276,9 @@ def _write_agent(home: Home, plan: Plan, checked: Checked) -> None:
         hang_detect=plan.hang_detect,
         pace_window_s=plan.pace_window_s,
         allow_inject=plan.allow_inject,
+        mode=plan.mode,
+        protected=plan.protected,
+        evictions_per_hour=plan.evictions_per_hour,
         snapshot_every=plan.snapshot_every,
         join_timeout_s=plan.join_timeout_s,
         last_call_s=plan.last_call_s,
