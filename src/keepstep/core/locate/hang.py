@@ -16,14 +16,14 @@ from keepstep.core.locate.collectives import Finding, find
 from keepstep.core.locate.domains import domains_of
 from keepstep.core.locate.evict import smallest_domain
 from keepstep.core.locate.network import find_cut
-from keepstep.core.locate.stacks import Consensus, Place, Waits, consensus, tell, waits_for
+from keepstep.core.locate.stacks import Consensus, Place, Waits, consensus, on_storage, tell, waits_for
 from keepstep.core.locate.stall import AGREES, Verdict, vote, weigh
 from keepstep.model.facts import RankStalled, StacksTaken
 from keepstep.model.ids import Rank
 from keepstep.model.position import RankPosition
 from keepstep.model.records import Category
 from keepstep.model.stacks import ProcessStacks
-from keepstep.model.topology import Layout, Roster
+from keepstep.model.topology import Layout, Roster, fold_ranks
 
 AWAY: frozenset[Waits] = frozenset({"data", "storage", "lock", "computing"})
 """Where a rank is that waits for no other, if most others are elsewhere."""
@@ -75,6 +75,8 @@ def judge(
         return _network(found, evidence, taken, roster)
     if found.kind == "outside":
         return _without_positions(weigh(_nobody(found, evidence), seen), False, seen)
+    if (waiting := _common_storage(found, processes, roster)) is not None:
+        return replace(waiting, evidence=evidence[:SHOWN])
     if found.suspects:
         return _among(found, evidence)
     if found.kind in ("mismatch", "order"):
@@ -125,6 +127,17 @@ def _missing(
     return verdict
 
 
+def _common_storage(found: Finding, processes: Sequence[ProcessStacks], roster: Roster) -> Verdict | None:
+    """Ranks of several nodes wait for storage: it is what they share, and no node is to blame."""
+    waiting = on_storage(processes)
+    nodes = {member.node for member in roster.members if member.rank in waiting}
+    if len(nodes) < 2 or not found.ranks or not set(found.ranks) <= waiting:
+        return None
+    who = f"ranks {fold_ranks(tuple(waiting))} on {len(nodes)} nodes"
+    reason = f"{who} wait for a file system or a device, the others for them: the storage is at fault, no rank is"
+    return Verdict(ranks=(), probability=0.0, reason=reason, evidence=())
+
+
 def _children(ranks: Sequence[Rank], processes: Sequence[ProcessStacks]) -> tuple[str, ...]:
     """What the processes that a rank has started wait for: a data loader's workers, above all."""
     return tuple(
@@ -150,7 +163,7 @@ def _shared(verdict: Verdict, roster: Roster, layout: Layout) -> Verdict:
     """Several do not come: the smallest thing that they share explains them, or nothing does."""
     domain = smallest_domain(verdict.ranks, domains_of(roster, layout))
     evidence = (*verdict.evidence, *domain.evidence, *domain.rejected)
-    if domain.domain is None or not domain.nodes:
+    if domain.domain is None or domain.action in ("leave", "examine"):
         return replace(verdict, probability=min(verdict.probability, 0.5), evidence=evidence)
     reason = f"{verdict.reason}; {domain.reason}"
     chance = round(max(verdict.probability, domain.probability), 3)

@@ -24,7 +24,7 @@ Waits = Literal["collective", "data", "storage", "lock", "sleep", "stopped", "en
 SHOWN = 3
 """Frames by which a place is told to people."""
 
-_LIBRARY = re.compile(r"^.*(?:^|/)(?:site-packages|dist-packages|lib/python3\.\d+)/(.+)$")
+_LIBRARY = re.compile(r"^.*(?:^|/)(?:site-packages|dist-packages|lib/python3\.\d+|src(?=/keepstep/))/(.+)$")
 _STARTER = re.compile(r"keepstep/agent/|(?:^|/)runpy\.py$|<frozen runpy>|/multiprocessing/(?:process|popen|spawn|fork)")
 """Files of what has started a program or a thread; they are the same everywhere."""
 _COLLECTIVE = re.compile(
@@ -39,11 +39,14 @@ _DATA = re.compile(r"torch/utils/data/|torchdata/|webdataset/|datasets/iterable_
 _STORAGE_FILE = re.compile(r"torch/serialization|safetensors/|fsspec/|s3fs/|gcsfs/|torch/distributed/checkpoint/")
 _STORAGE_CALL = re.compile(r"open|read|readinto|readline|write|flush|fsync|stat|listdir|scandir|mkdir")
 _STORAGE_SLEEP = re.compile(
-    r"nfs|rpc_wait|ll_|lustre|ptlrpc|ceph|fuse|io_schedule|wait_on_page|folio_wait|jbd2|xfs_|ext4_|blk_|gpfs|cifs"
+    r"nfs|rpc_wait|^ll_|request_wait|lustre|ptlrpc|ceph|fuse|io_schedule|wait_on_page|folio_wait|jbd2|xfs_|ext4_|blk_|gpfs|cifs"
 )
 """Kernel functions in which a process sleeps that waits for a file system or a device."""
-_FILE_LOCK = re.compile(r"locks_lock_inode_wait|posix_lock|flock|nlm")
-"""Where one sleeps that waits for a lock on a file."""
+_STORAGE_ASLEEP = re.compile(
+    r"^(?:request_wait_answer|fuse_|nfs|rpc_wait|ll_|cl_|ptlrpc|ceph|gpfs|cifs|smb|wait_on_page|folio_wait"
+    r"|locks_lock_inode|posix_lock|flock|nlm)"
+)
+"""The same for a process that can be woken by a signal: servers of files, and locks on files."""
 _NO_STORAGE = re.compile(r"pipe|sock|skb|unix_|poll|futex|tty")
 """Kernel functions in which a call that reads waits for another process."""
 _LOCK = re.compile(r"wait|acquire|join|__enter__|_wait_for_tstate_lock|lock")
@@ -109,13 +112,7 @@ class Consensus(Struct, frozen=True, kw_only=True):
 
 def consensus(processes: Iterable[ProcessStacks]) -> Consensus:
     """Put together what was seen of a job's ranks at about the same time."""
-    trainers: dict[Rank, ProcessStacks] = {}
-    children: dict[Rank, list[ProcessStacks]] = {}
-    for process in processes:
-        if process.role == "trainer":
-            trainers[process.rank] = process
-        else:
-            children.setdefault(process.rank, []).append(process)
+    trainers, children = _by_rank(processes)
     groups: dict[tuple[Waits, tuple[str, ...]], list[Rank]] = {}
     shown: dict[tuple[Waits, tuple[str, ...]], str] = {}
     for rank, process in sorted(trainers.items()):
@@ -145,6 +142,25 @@ def _odd(places: Sequence[Place]) -> tuple[Rank, ...]:
     return ()
 
 
+def on_storage(processes: Iterable[ProcessStacks]) -> set[Rank]:
+    """Ranks that wait for a file system or a device, themselves or by way of what they have started."""
+    trainers, children = _by_rank(processes)
+    return {rank for rank, process in trainers.items() if _on_storage(process, children.get(rank, ()))}
+
+
+def _by_rank(
+    processes: Iterable[ProcessStacks],
+) -> tuple[dict[Rank, ProcessStacks], dict[Rank, list[ProcessStacks]]]:
+    trainers: dict[Rank, ProcessStacks] = {}
+    children: dict[Rank, list[ProcessStacks]] = {}
+    for process in processes:
+        if process.role == "trainer":
+            trainers[process.rank] = process
+        else:
+            children.setdefault(process.rank, []).append(process)
+    return trainers, children
+
+
 def _on_storage(process: ProcessStacks, children: Sequence[ProcessStacks]) -> bool:
     if waits_for(process) == "storage":
         return True
@@ -162,7 +178,7 @@ def waits_for(process: ProcessStacks) -> Waits:
         return "stopped"
     if process.state == "D" and (not process.wchan or _STORAGE_SLEEP.search(process.wchan)):
         return "storage"
-    if _FILE_LOCK.search(process.wchan):
+    if _STORAGE_ASLEEP.match(process.wchan):
         return "storage"
     thread = process.main
     if thread is None or not thread.frames:
