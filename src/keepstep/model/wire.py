@@ -132,12 +132,17 @@ class WorkerDone(Frame, frozen=True, kw_only=True):
 class WorkerGuarded(Frame, frozen=True, kw_only=True):
     """As ``GuardNoted``, which the agent makes of it. Without an epoch: it is said once, not again to a new agent."""
 
-    what: Literal["nonfinite", "spike", "replicas", "rolled_back", "skipped", "gone", "kept", "alone"]
+    what: Literal[
+        "nonfinite", "spike", "replicas", "rolled_back", "skipped", "gone", "kept", "alone", "judged", "quarantined"
+    ]
     step: int
     why: str
     ranks: tuple[Rank, ...] = ()
     tensor: str = ""
     since: int | None = None
+    verdict: Literal["", "data", "software", "transient", "hardware"] = ""
+    batches: tuple[str, ...] = ()
+    others: tuple[Rank, ...] = ()
 
 
 class WorkerFailed(Frame, frozen=True, kw_only=True):

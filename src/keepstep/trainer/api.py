@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     import torch
 
     from keepstep.trainer.guard import Guard
-    from keepstep.trainer.guard_torch import Told
     from keepstep.trainer.join_torch import Identity
     from keepstep.trainer.level1_torch import Level1
     from keepstep.trainer.options import Checkpoint
     from keepstep.trainer.session_torch import Session
     from keepstep.trainer.state_torch import State
     from keepstep.trainer.steps import Rewinding
+    from keepstep.trainer.told import Told
 
 _PHASES = {
     "evaluation": Phase.EVALUATION,
@@ -119,6 +119,7 @@ class Keepstep:
             rewind=loop.rewind,
             tell=self._tell,
             quiet=part.snapshots.settle if part is not None else lambda: None,
+            replaceable=self._session is not None,
             durable=lambda step: every > 0 and (step % every == 0 or step == total),
         )
         for step in loop.run():
@@ -127,7 +128,7 @@ class Keepstep:
 
     def _tell(self, told: Told) -> None:
         from keepstep.model.wire import WorkerGuarded
-        from keepstep.trainer.guard_torch import printed
+        from keepstep.trainer.told import printed
 
         printed(told)
         if self._session is not None:

@@ -6,7 +6,7 @@ is left out and none comes twice within a pass, over any number of recoveries an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from keepstep.trainer.places import Dealt
@@ -89,6 +89,8 @@ class StepData(Dealt, Generic[T_co]):
             pad=pad,
         )
         self._dataset, self._collate = dataset, collate
+        self.left_out: frozenset[int] = frozenset()
+        """Samples that are not used any more: a step that would use one on any rank is passed over on all of them."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -98,7 +100,41 @@ class StepData(Dealt, Generic[T_co]):
             raise StopIteration
         batch = SPENT.fetch(self._take)
         self.position += self.stride
+        self._pass_over()
         return batch
+
+    def leave_out(self, samples: Iterable[int]) -> None:
+        """Never use these samples again; call it alike on all ranks, else they part.
+
+        Raises:
+            ValueError: no step of a whole pass would be left.
+        """
+        self.left_out |= frozenset(samples)
+        self._pass_over()
+
+    def _pass_over(self) -> None:
+        """Go on to the next step that no rank would use such a sample in."""
+        tried = 0
+        while self.left_out and not self.ended(self.position) and self._touches(self.position):
+            if tried > self._samples:
+                raise ValueError(
+                    f"{len(self.left_out)} samples are left out and no step of a whole pass is without one"
+                )
+            self.position += self.stride
+            tried += self.stride
+
+    def _touches(self, position: int) -> bool:
+        return any(self.index(place) in self.left_out for place in range(position, position + self.stride))
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return {**state, "left_out": sorted(self.left_out)} if self.left_out else state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What is left out stays so: going back to before it was found would only find it again."""
+        super().load_state_dict(state)
+        self.left_out |= frozenset(state.get("left_out", ()))
+        self._pass_over()
 
     def _take(self) -> Any:
         samples = [self._dataset[index] for index in self.indices(self.position)]

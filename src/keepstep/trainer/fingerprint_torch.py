@@ -156,6 +156,8 @@ class Compared(NamedTuple):
     odd: tuple[Odd, ...] = ()
     tensors: tuple[str, ...] = ()
     """Where there is no majority: the tensors that differ."""
+    prints: tuple[int, ...] = ()
+    """By rank: one number for the bits of what it holds."""
 
 
 def compare(lives: Sequence[Live], hasher: Hasher) -> Compared:
@@ -163,8 +165,9 @@ def compare(lives: Sequence[Live], hasher: Hasher) -> Compared:
     prints = hasher.each([one.tensor for one in lives])
     rows = gather([holds(lives) if lives else None, together(prints)])
     said = vote([(~rank if held is None else held, value) for rank, (held, value) in enumerate(rows)])
+    every_print = tuple(value for _, value in rows)
     if said.agreed:
-        return Compared(said)
+        return Compared(said, prints=every_print)
     every: list[list[int]] = gather(prints)
     names = [one.name for one in lives]
     shown: list[Odd] = []
@@ -177,7 +180,7 @@ def compare(lives: Sequence[Live], hasher: Hasher) -> Compared:
         loose = sorted({i for rank in said.tied for i in _differing(first, every[rank])})
     mine = [names[i] for i in loose if i < len(names)] if said.tied and _is(said.tied[0]) else []
     tied = gather(mine)[said.tied[0]] if said.tied else []
-    return Compared(said, tuple(shown), tuple(tied))
+    return Compared(said, tuple(shown), tuple(tied), every_print)
 
 
 def _differing(one: Sequence[int], other: Sequence[int]) -> list[int]:

@@ -158,6 +158,8 @@ class Trouble(NamedTuple):
     why: str
     ranks: tuple[int, ...] = ()
     tensor: str = ""
+    everywhere: bool = False
+    """On all ranks alike, each of which has a batch of its own."""
 
 
 class Window:
@@ -289,10 +291,14 @@ class Order(NamedTuple):
 
 
 class History:
-    """What has been done so far in this epoch, and from that what to do next."""
+    """What has been done so far in this epoch, and from that what to do next.
 
-    def __init__(self, settings: Guard) -> None:
-        self._settings = settings
+    Args:
+        replaceable: somebody takes a machine out whose replica differs again; training need not stop for that.
+    """
+
+    def __init__(self, settings: Guard, *, replaceable: bool = False) -> None:
+        self._settings, self._replaceable = settings, replaceable
         self._seen: Counter[tuple[Kind, int]] = Counter()
         self._odd: Counter[int] = Counter()
         self.rollbacks = 0
@@ -317,11 +323,15 @@ class History:
         before = again or self._seen[trouble.kind, trouble.step] > 0
         self._seen[trouble.kind, trouble.step] += 1
         if trouble.kind == "replicas":
-            named = [rank for rank in trouble.ranks if self._odd[rank]]
+            named = self.named_before(trouble)
             self._odd.update(trouble.ranks)
-            if named:
+            if named and not self._replaceable:
                 return Order("stop", f"rank {named[0]} has been named before: its hardware is suspect")
         self.rollbacks += 1
         if trouble.kind != "replicas" and before:
             return Order("rollback", "the same inputs gave it twice: data or software; that update is left out", True)
         return Order("rollback", f"training goes back to step {kept}")
+
+    def named_before(self, trouble: Trouble) -> tuple[int, ...]:
+        """Ranks that an earlier comparison has outvoted, too."""
+        return tuple(rank for rank in trouble.ranks if self._odd[rank])

@@ -7,43 +7,30 @@ everything that a newcomer could not know is forgotten on all ranks.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from msgspec import Struct
 from torch.optim import Optimizer
 
 from keepstep.trainer.exceptions import GroupsUnsupported, GuardStopped, StepUndone
 from keepstep.trainer.exchange_torch import everybody, gather
-from keepstep.trainer.fingerprint_torch import Compared, Hasher, compare
+from keepstep.trainer.fingerprint_torch import Hasher, compare
 from keepstep.trainer.guard import Guard, History, Order, Trouble, Windows
 from keepstep.trainer.kept_torch import Kept
 from keepstep.trainer.pieces_torch import Live
 from keepstep.trainer.provenance_torch import Trace
+from keepstep.trainer.quarantine_torch import Quarantine
 from keepstep.trainer.readings_torch import Own, Readings, gradient_norms, over_all_ranks
 from keepstep.trainer.state_torch import State
+from keepstep.trainer.told import Told, describe, way_out
+from keepstep.trainer.verdicts_torch import Verdicts
 
 SKIPS_IN_A_ROW = 8
 """Updates left out one after the other; beyond it the step counts as any other with numbers that are none."""
 SAMPLES = 16
 """Sample numbers of a batch that are told."""
-NAMED_TENSORS = 4
-
-
-class Told(Struct, frozen=True, kw_only=True):
-    """What the guard says. ``what``: a ``Kind``, or what was done: ``rolled_back``, ``skipped``, ``gone``, ``kept``,
-    ``alone`` (there is nothing to compare with)."""
-
-    what: str
-    step: int
-    why: str
-    ranks: tuple[int, ...] = ()
-    tensor: str = ""
-    since: int | None = None
-    """The newest step that is known to be clean; what was saved after it is tainted."""
 
 
 class Guardian:
@@ -56,6 +43,7 @@ class Guardian:
         rewind: tells the loop which step it goes on from. All ranks call it at the same place.
         tell: takes what is to be said, on rank 0 only.
         quiet: ends copies of the state that are under way beside the training.
+        replaceable: a controller takes a machine out that corrupts again and again.
         durable: whether a step is about to be saved durably; then replicas are compared before, so that no generation
             is written that they do not agree on.
     """
@@ -71,10 +59,11 @@ class Guardian:
         tell: Callable[[Told], None],
         quiet: Callable[[], None] = lambda: None,
         durable: Callable[[int], bool] = lambda step: False,
+        replaceable: bool = False,
     ) -> None:
         self._settings, self._state, self._rank = settings, state, rank
         self._epoch_now, self._rewind, self._say = epoch, rewind, tell
-        self._quiet, self._durable = quiet, durable
+        self._quiet, self._durable, self._replaceable = quiet, durable, replaceable
         self._acts = settings.mode == "on"
         self._hasher = Hasher()
         self._kept = Kept(self._hasher)
@@ -141,6 +130,7 @@ class Guardian:
         self._trace = Trace([(name[2:], parameter) for name, parameter in self._state.bound()])
         others = self._state.others
         self._data = {k: item for k, item in others.items() if hasattr(item, "indices") and hasattr(item, "position")}
+        self._quarantine = Quarantine(self._data, self._rank)
         self._on_device = any(parameter.device.type != "cpu" for _, parameter in self._state.bound())
         g = self._settings
         self._keeps = self._acts and g.keep_every > 0 and "rollback" in (g.nonfinite, g.spikes, g.replicas)
@@ -153,7 +143,10 @@ class Guardian:
         """A newcomer knows nothing of what was; so nobody does."""
         self._epoch = epoch
         self._readings.forget()
-        self._windows, self._history = Windows(self._settings), History(self._settings)
+        self._windows = Windows(self._settings)
+        self._history = History(self._settings, replaceable=self._replaceable)
+        self._verdicts = Verdicts(self._tell, self._quarantine)
+        self._quarantine.come_together()
         self._pending = None
         self._kept.forget()
         self._skips.clear()
@@ -192,11 +185,13 @@ class Guardian:
     def _judge(self, own: list[Own]) -> None:
         kinds: set[str] = set()
         for mine, reading in zip(own, over_all_ranks(own, replicated=self._replicated), strict=True):
+            self._verdicts.note(mine)
             if reading.step in self._skips:
                 continue
             trouble = self._windows.judge(reading)
             if trouble is None:
                 self._look_for_the_awaited(reading.step)
+                self._verdicts.well(reading.step)
                 continue
             if trouble.kind == "nonfinite":
                 trouble = self._locate(trouble, mine)
@@ -219,16 +214,18 @@ class Guardian:
         ranks = own_gradient or losses or shards
         tensor = rows[ranks[0]][1] if own_gradient else next((last for _, _, last, _ in rows if last), "")
         if len(ranks) == len(rows) > 1:
-            return trouble._replace(tensor=tensor, why=f"{trouble.why}; on all ranks alike")
+            return trouble._replace(tensor=tensor, why=f"{trouble.why}; on all ranks alike", everywhere=True)
         batch = "".join(f"; rank {rank} had {rows[rank][3]}" for rank in ranks[:1] if rows[rank][3])
         return trouble._replace(ranks=tuple(ranks), tensor=tensor, why=trouble.why + batch)
 
-    def _samples(self, step: int) -> str:
+    def _samples_of(self, step: int) -> dict[str, list[int]]:
         """Which samples this rank used in a step, as far as registered data can tell."""
         positions = next((held for at, held in reversed(self._batches) if at == step), {})
+        return {name: list(self._data[name].indices(position)) for name, position in positions.items()}
+
+    def _samples(self, step: int) -> str:
         said = []
-        for name, position in positions.items():
-            numbers = list(self._data[name].indices(position))
+        for name, numbers in self._samples_of(step).items():
             more = f" and {len(numbers) - SAMPLES} more" if len(numbers) > SAMPLES else ""
             said.append(f"samples {', '.join(map(str, numbers[:SAMPLES]))}{more} of {name}")
         return ", ".join(said)
@@ -237,6 +234,7 @@ class Guardian:
         awaited = self._awaited
         if awaited is not None and awaited.kind != "replicas" and step >= awaited.step:
             self._gone(awaited, "the same step came out well when it was done again: a transient fault")
+            self._verdicts.passed(awaited)
 
     # ---------------------------------------------------------------- replicas
 
@@ -251,10 +249,12 @@ class Guardian:
             awaited = self._awaited
             if awaited is not None and awaited.kind == "replicas" and done >= awaited.step:
                 self._gone(awaited, "the replicas agree again")
+                self._verdicts.agree_again(awaited, done, found.prints)
             self._sounding.discard("replicas")
             return
         if "replicas" not in self._sounding:
-            self._meet(describe(found, done - 1))
+            self._verdicts.differ(done, found.prints, found.vote.tied)
+            self._meet(describe(found, done - 1), tied=found.vote.tied)
             self._sounding.add("replicas")
 
     def _compared(self) -> list[Live]:
@@ -268,25 +268,32 @@ class Guardian:
             return  # told and not acted upon: this is no state to go back to
         self._state.settle_buckets()
         self._kept.take(self._state, done)
+        self._verdicts.forget_before(done)
         if not self._kept_told:
             self._kept_told = True
             size = f"{self._kept.nbytes / 1e6:.1f} MB per rank"
             self._tell("kept", done - 1, f"a copy of the state is kept in memory to go back to ({size})")
 
-    def _meet(self, trouble: Trouble) -> None:
+    def _meet(self, trouble: Trouble, tied: tuple[int, ...] = ()) -> None:
         awaited = self._awaited
         again = awaited is not None and awaited.kind == trouble.kind != "replicas" and trouble.step <= awaited.step
+        named = self._history.named_before(trouble)
         order = self._history.decide(trouble, kept=self._kept.step, again=again)
         since = self._agreed if trouble.kind == "replicas" else None
         why = f"{trouble.why}; {order.why}"
-        self._tell(trouble.kind, trouble.step, why, ranks=trouble.ranks, tensor=trouble.tensor, since=since)
+        self._tell(
+            trouble.kind, trouble.step, why, ranks=trouble.ranks, tensor=trouble.tensor, since=since, others=tied
+        )
+        self._verdicts.met(trouble, again=again, named=named if self._acts else ())
         if order.action == "stop":
-            raise GuardStopped(f"step {trouble.step}: {trouble.why}; {order.why}. {_way_out(trouble)}")
+            raise GuardStopped(f"step {trouble.step}: {trouble.why}; {order.why}. {way_out(trouble)}")
         if order.action == "rollback":
             self._go_back(trouble, order)
 
     def _go_back(self, trouble: Trouble, order: Order) -> None:
         self._quiet()
+        samples = self._samples_of(trouble.step)
+        self._verdicts.undone(trouble, since=self._kept.step, skip=order.skip, samples=samples)
         step = self._kept.put_back(self._state)
         self._windows.forget_from(step)
         self._readings.forget()
@@ -312,18 +319,9 @@ class Guardian:
         self._trace.disarm()
         self._tell("gone", trouble.step, why, ranks=trouble.ranks, tensor=trouble.tensor)
 
-    def _tell(
-        self,
-        what: str,
-        step: int,
-        why: str,
-        *,
-        ranks: tuple[int, ...] = (),
-        tensor: str = "",
-        since: int | None = None,
-    ) -> None:
+    def _tell(self, what: str, step: int, why: str, **more: Any) -> None:
         if self._rank == 0:
-            self._say(Told(what=what, step=step, why=why, ranks=ranks, tensor=tensor, since=since))
+            self._say(Told(what=what, step=step, why=why, **more))
 
 
 def require_host_sums() -> None:
@@ -341,42 +339,8 @@ def require_host_sums() -> None:
         ) from error
 
 
-def describe(found: Compared, step: int) -> Trouble:
-    """A comparison that failed behind a step, in words."""
-    said = found.vote
-    if said.odd:
-        first = found.odd[0]
-        bits = ", ".join(f"element {bit.element} bit {bit.bit}" for bit in first.bits)
-        count = f" ({first.changed} bits: {bits}{', ...' if first.changed > len(first.bits) else ''})" if bits else ""
-        names = ", ".join(first.tensors[:NAMED_TENSORS])
-        more = f" and {len(first.tensors) - NAMED_TENSORS} more" if len(first.tensors) > NAMED_TENSORS else ""
-        others = f"; so do ranks {', '.join(map(str, said.odd[1:]))}" if said.odd[1:] else ""
-        why = f"rank {first.rank} differs from the majority of its replicas in {names}{more}{count}{others}"
-        return Trouble("replicas", step, why, said.odd, first.tensors[0])
-    names = ", ".join(found.tensors[:NAMED_TENSORS]) or "what they hold"
-    ranks = ", ".join(map(str, said.tied[:8])) + (" ..." if len(said.tied) > 8 else "")
-    why = f"ranks {ranks} differ in {names} and there is no majority: one of them is wrong, which one nobody can tell"
-    return Trouble("replicas", step, why, (), found.tensors[0] if found.tensors else "")
-
-
-def _way_out(trouble: Trouble) -> str:
-    if trouble.kind == "replicas" and trouble.ranks:
-        return f"Take the machine of rank {trouble.ranks[0]} out, then start again from a durable checkpoint"
-    if trouble.kind == "replicas":
-        return "Are parameters equal on all ranks? If they need not be, say so: ks.register(replicated=False, ...)"
-    return "Look at the batch and at the code of that step; keepstep.Guard(...) says what is done about it"
-
-
 def _drop(optimizer: Optimizer) -> None:
     """Leave this update out: an optimizer does nothing at all for a parameter without gradient."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-
-
-def printed(told: Told) -> None:
-    """One line at the terminal."""
-    who = f", rank {', '.join(map(str, told.ranks[:8]))}" if told.ranks else ""
-    where = f", {told.tensor}" if told.tensor and told.tensor not in told.why else ""
-    what = told.what.replace("_", " ")
-    print(f"keepstep: guard: step {told.step}{who}{where}: {what}: {told.why}", file=sys.stderr, flush=True)

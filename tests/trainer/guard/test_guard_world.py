@@ -94,6 +94,7 @@ def test_under_an_agent_a_replaced_rank_takes_part(zygote: Zygote, tmp_path: Pat
         agent.wait_frames(WorkerDone, 4, roster.epoch)
         told = [frame for _, frame in agent.frames(WorkerGuarded)]
         losses = agent.losses()
-    assert [one.what for one in told] == ["kept", "replicas", "rolled_back", "gone"]
+    assert [one.what for one in told] == ["kept", "replicas", "rolled_back", "gone", "judged"]
+    assert (told[4].verdict, told[4].ranks, told[4].others) == ("transient", (2,), (0, 1, 3))
     assert (told[1].step, told[1].ranks, told[1].since, told[2].since) == (15, (2,), 12, 12)
     assert {rank: {str(k): v for k, v in of.items()} for rank, of in losses.items()} == dict(enumerate(calm.losses))

@@ -12,12 +12,13 @@ from keepstep.trainer.data import StepData
 from keepstep.trainer.exceptions import GuardStopped
 from keepstep.trainer.fingerprint_torch import Hasher
 from keepstep.trainer.guard import Guard
-from keepstep.trainer.guard_torch import SKIPS_IN_A_ROW, Guardian, Told
+from keepstep.trainer.guard_torch import SKIPS_IN_A_ROW, Guardian
 from keepstep.trainer.kept_torch import Kept
 from keepstep.trainer.provenance_torch import Trace
 from keepstep.trainer.readings_torch import Readings, over_all_ranks
 from keepstep.trainer.state_torch import State
 from keepstep.trainer.steps import PlainLoop
+from keepstep.trainer.told import Told
 
 
 class Run:
@@ -73,7 +74,11 @@ class Run:
         step.commit(loss=loss)
 
     def said(self, *leave_out: str) -> list[tuple[str, int]]:
-        return [(one.what, one.step) for one in self.told if one.what not in (*leave_out, "kept", "alone")]
+        return [
+            (one.what, one.step)
+            for one in self.told
+            if one.what not in (*leave_out, "kept", "alone", "judged", "quarantined")
+        ]
 
 
 SETTINGS = Guard(mode="on", norms=1, every=2, window=16, compare_every=4, keep_every=4, max_rollbacks=3)

@@ -136,7 +136,7 @@ def _begin(draft: Draft, fact: GuardNoted, probability: float) -> Investigation:
     """Suspect, mark what may be spoilt, and tell; a machine that was suspected lately is convicted at once."""
     job = draft.job
     before = _before(draft, nodes_of(job, fact.ranks))
-    since = fact.since if fact.since is not None else 0
+    since = fact.since if fact.since is not None else fact.step
     incident = tell(draft, fact, None)
     draft.emit(
         InvestigationMoved(
@@ -157,7 +157,8 @@ def _begin(draft: Draft, fact: GuardNoted, probability: float) -> Investigation:
         )
     )
     new = job.investigations[investigation_id(job, job.investigation_count)]
-    order_taint(draft, new, before=fact.at)
+    if fact.since is not None:
+        order_taint(draft, new, before=fact.at)
     if before is not None:
         move(draft, new, "VOTE", f"{before.id} suspected the same machine")
         _second(draft, job.investigations[new.id], before)
