@@ -117,9 +117,7 @@ class StepData(Dealt, Generic[T_co]):
         tried = 0
         while self.left_out and not self.ended(self.position) and self._touches(self.position):
             if tried > self._samples:
-                raise ValueError(
-                    f"{len(self.left_out)} samples are left out and no step of a whole pass is without one"
-                )
+                raise ValueError(f"no step of a whole pass is without one of the {len(self.left_out)} samples left out")
             self.position += self.stride
             tried += self.stride
 

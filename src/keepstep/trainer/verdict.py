@@ -50,8 +50,8 @@ def passed(trouble: Trouble, first: Sequence[Losses], again: Sequence[Losses]) -
         return _transient(trouble, odd, world, why)
     if odd:
         why = (
-            f"losses are the same bits up to step {step - 1} and others from step {step} on, on all ranks: a gradient was "
-            f"wrong before it was added up, and no sum tells whose"
+            f"losses are the same bits up to step {step - 1} and others from step {step} on, on all ranks: a gradient "
+            f"was wrong before it was added up, and no sum tells whose"
         )
         return _transient(trouble, (), world, why)
     return _transient(trouble, (), world, "the same step came out well when it was done again, and nobody can be named")

@@ -1,4 +1,4 @@
-"""Verdicts as they come about in one process: takes notes while steps are done, and pronounces when ranks have compared.
+"""Verdicts as they come about in one process: notes while steps are done, a word when ranks have compared them.
 
 All ranks call each method at the same place; those that gather are collective, and are called only when something was
 wrong.
@@ -79,7 +79,8 @@ class Verdicts:
         """All ranks' losses up to the step in question, the first time and now. Collective."""
         upto = [{at: loss for at, loss in held.items() if at <= trouble.step} for held in (self._first, self._losses)]
         rows = gather([[[at, loss] for at, loss in held.items()] for held in upto])
-        first, again = ([dict(row[side]) for row in rows] for side in (0, 1))
+        first: list[Losses] = [dict(row[0]) for row in rows]
+        again: list[Losses] = [dict(row[1]) for row in rows]
         return first, again
 
     def met(self, trouble: Trouble, *, again: bool, named: Sequence[int]) -> None:

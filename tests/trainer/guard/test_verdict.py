@@ -192,7 +192,7 @@ def test_what_is_left_out_travels_with_the_position() -> None:
 def test_leaving_everything_out_is_refused() -> None:
     """Instead of looking for a step for ever."""
     data: StepData[int] = StepData(range(8), 2, seed=5)
-    with pytest.raises(ValueError, match="no step of a whole pass is without one"):
+    with pytest.raises(ValueError, match="no step of a whole pass is without one of the 8"):
         data.leave_out(range(8))
 
 
