@@ -46,6 +46,7 @@ from keepstep.model.facts import (
     WorkerFrozen,
 )
 from keepstep.model.ids import NO_EPOCH, Epoch, JobId, Nanos, NodeId, Rank, SlotId, next_minor
+from keepstep.model.position import RankPosition
 from keepstep.model.records import AnyRecord, Ordered, decode_record, encode_record
 from keepstep.model.settings import Policy
 from keepstep.model.stacks import Frame, ProcessStacks, ThreadStack
@@ -108,6 +109,8 @@ class Fleet:
         self.entered: set[str] = set()
         self.places: dict[Rank, tuple[Frame, ...]] = {}
         """Where ranks stand, innermost call first, for whoever looks; nothing is seen of the others."""
+        self.positions: dict[Rank, RankPosition] = {}
+        """Which collectives ranks have come to; those that ended, too."""
         self.blind: set[NodeId] = set()
         """Nodes whose agents do not come to an end when they look into their processes."""
         self.racks: dict[str, str] = {}
@@ -320,7 +323,15 @@ class Fleet:
             for proc in agent.procs.values()
             if proc.role == "worker" and proc.rank in action.ranks and proc.rank in self.places
         )  # fmt: skip
-        self.say(agent.name, StacksTaken, epoch=action.epoch, request=action.request, processes=processes)
+        positions = tuple(self.positions[rank] for rank in action.ranks if rank in self.positions)
+        self.say(
+            agent.name,
+            StacksTaken,
+            epoch=action.epoch,
+            request=action.request,
+            processes=processes,
+            positions=positions,
+        )
 
     def _join(self, agent: Agent, roster: Roster) -> None:
         agent.epoch = roster.epoch

@@ -30,6 +30,7 @@ from keepstep.core.locate.assess import (
     patience_is_over,
     retry,
     stacks_are_in,
+    stacks_time_is_over,
     stall_reports_are_in,
     store_lost,
 )
@@ -164,7 +165,7 @@ _WHEN_DUE: dict[str, Callable[[Draft], None]] = {
     deadlines.SETTLE: settled,
     deadlines.LOCATE: stall_reports_are_in,
     deadlines.EXPLAIN: explain_time_is_over,
-    deadlines.STACKS: stall_reports_are_in,
+    deadlines.STACKS: stacks_time_is_over,
     deadlines.PATIENCE: patience_is_over,
     deadlines.CAPACITY: capacity_is_over,
     deadlines.ADOPT: deputy_stays_silent,

@@ -22,6 +22,7 @@ from keepstep.core.locate.faults import (
 )
 from keepstep.core.locate.hang import judge
 from keepstep.core.locate.look import looking, order_stacks, outdated, shown
+from keepstep.core.locate.odds import at_odds, hinted
 from keepstep.core.recover.act import act, answer, open_incident
 from keepstep.core.recover.measure import resolve
 from keepstep.core.recover.progress import check_progress
@@ -40,7 +41,10 @@ def assess(draft: Draft) -> None:
         return  # a deputy has acted: its report is on the way, and this board is about a past epoch
     if deadlines.LEAVE in job.deadlines:
         return  # perhaps the whole job is being ended, and what breaks meanwhile is a consequence of that
-    if found := faults(job, draft.now, draft.policy):
+    found = faults(job, draft.now, draft.policy)
+    if _at_odds(draft, found):
+        return
+    if found:
         answer(draft, found)
         return
     if job.incident is not None and job.incident.state == "DECIDED":
@@ -53,6 +57,29 @@ def assess(draft: Draft) -> None:
         _stalled(draft)
     elif job.incident is not None and job.incident.state == "LOCATING" and not job.broken:
         _moved_again(draft)
+
+
+def _at_odds(draft: Draft, found: list[Fault]) -> bool:
+    """Whether ranks broke because one of them launched something else, and that is looked into or answered."""
+    job = draft.job
+    ranks = hinted(job)
+    if not ranks or _recovering(job) or not all(set(fault.ranks) <= set(ranks) for fault in found):
+        return False
+    incident = job.incident
+    if incident is not None and incident.state not in ("OPEN", "LOCATING"):
+        return False
+    said = f"rank {fold_ranks(ranks)} met an operation that is not its own"
+    open_incident(draft, said, onset_of_doubt(job, draft.now))
+    draft.move_incident("LOCATING", f"{said}; comparing what each rank has launched")
+    if job.looked != (draft.incident.id, job.epoch):
+        order_stacks(draft, "ranks launched different operations")
+        draft.wake(deadlines.STACKS, draft.policy.stacks_s)
+    if deadlines.STACKS in job.deadlines and looking(job):
+        return True
+    if culprits := at_odds(draft, found):
+        answer(draft, culprits)
+        return True
+    return False
 
 
 def _recovering(job: Job) -> bool:
@@ -106,8 +133,18 @@ def stacks_are_in(draft: Draft) -> None:
     job = draft.job
     if deadlines.STACKS in job.deadlines and not looking(job):
         draft.clear(deadlines.STACKS)
-        if deadlines.LOCATE not in job.deadlines or deadlines.PATIENCE in job.deadlines:
+        if not job.stalled:
+            assess(draft)
+        elif deadlines.LOCATE not in job.deadlines or deadlines.PATIENCE in job.deadlines:
             stall_reports_are_in(draft)
+
+
+def stacks_time_is_over(draft: Draft) -> None:
+    """``stacks_s`` after a look was ordered: go on with what has come."""
+    if draft.job.stalled:
+        stall_reports_are_in(draft)
+    else:
+        assess(draft)
 
 
 def look_again_at_stall(draft: Draft) -> None:

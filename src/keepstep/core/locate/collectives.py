@@ -198,6 +198,18 @@ def _mismatch(board: _Board) -> Finding | None:
     return None
 
 
+def find_odds(positions: Iterable[RankPosition]) -> Finding | None:
+    """The earliest operation known on which members of a group differ, whether or not anybody is still inside of it."""
+    board = _Board(positions, elsewhere=set(), halted=set())
+    for key in board.groups:
+        numbers = {one.sequence for at in key.at.values() for one in at.recent}
+        for sequence in sorted(numbers):
+            launched = {rank: one for rank, at in key.at.items() if (one := _numbered(at, sequence)) is not None}
+            if found := _at_odds(board, key, launched):
+                return found
+    return None
+
+
 def _numbered(at: GroupPosition, sequence: int) -> Collective | None:
     return next((one for one in at.recent or filter(None, [at.last]) if one.sequence == sequence), None)
 
