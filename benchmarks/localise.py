@@ -43,7 +43,6 @@ VERDICT_LIMIT_S = 60.0
 RECOVERY_LIMIT_S = 120.0
 BREATH_STEPS = 15
 """Undisturbed steps before each fault."""
-FILE_BYTES = 512
 
 
 class Told(Watch):
@@ -77,7 +76,7 @@ class Job:
             "environ": clean_environment(),
         }
         self.hosts = Hosts(NODES) if case.network else None
-        self.files = StallingFiles(home / "files", RANKS, FILE_BYTES) if case.storage else None
+        self.files = StallingFiles(home / "files", RANKS) if case.storage else None
         self.cluster = NetCluster(home, self.hosts, **options) if self.hosts else Cluster(home, **options)
         self.told = Told(self.cluster.run_dir)
         self.cluster.watch = self.told

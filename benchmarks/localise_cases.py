@@ -22,6 +22,8 @@ from keepstep.cli.demo_proc import send
 
 STRIKE_LIMIT_S = 30.0
 NODES, RANKS = 4, 8
+BATCH_BYTES = 512
+"""What a rank of the worker reads in each step."""
 SLOW_S = 0.08
 """What a slow rank takes longer for each step, on a step of about 0.05 s."""
 
@@ -103,7 +105,8 @@ def storage_of_all(scene: Scene, number: int, rank: int, draw: random.Random) ->
 
 
 def _stall(scene: Scene, files: StallingFiles, ranks: tuple[int, ...], truth: Truth) -> Struck:
-    files.stall(ranks)
+    step = max(scene.cluster.steps().values()) + 2  # all ranks come to it, and none is already behind it
+    files.stall(ranks, step * BATCH_BYTES)
     until(lambda: files.waiting >= len(ranks), STRIKE_LIMIT_S, "reads that wait", scene.cluster.tail)
     return Struck(truth, time.time_ns(), files.release)
 

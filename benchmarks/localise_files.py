@@ -1,6 +1,6 @@
 """A file system that can stop answering: a FUSE server of a few calls, in a thread of this process.
 
-It holds one file of zeros per rank. A read of a file that is told to stall gets no answer until it is released, as
+It holds one endless file of zeros per rank. A read beyond a place that is told gets no answer until it is released, as
 from a hard-mounted NFS server that has gone away: the reader sleeps in the kernel and not even SIGKILL ends it.
 Protocol: https://www.kernel.org/doc/html/latest/filesystems/fuse/, structures of include/uapi/linux/fuse.h, version
 7.31. Needs root and ``/dev/fuse``.
@@ -18,6 +18,7 @@ import threading
 from collections.abc import Collection
 from pathlib import Path
 
+SIZE = 1 << 40
 MAX_REQUEST = 1 << 17
 VALID_S = 3600
 DIRECT_IO = 1
@@ -32,16 +33,16 @@ _ROOT = 1
 
 
 class StallingFiles:
-    """Mounts at ``folder`` on ``start``; files ``rank0`` to ``rank<count - 1>`` of ``size`` zero bytes.
+    """Mounts at ``folder`` on ``start``; files ``rank0`` to ``rank<count - 1>``.
 
     Raises:
         OSError: no permission, or no ``/dev/fuse``.
     """
 
-    def __init__(self, folder: Path, count: int, size: int) -> None:
-        self.folder, self.count, self.size = folder, count, size
-        self._stalled: frozenset[int] = frozenset()
-        self._held: list[tuple[int, int, int]] = []
+    def __init__(self, folder: Path, count: int) -> None:
+        self.folder, self.count = folder, count
+        self._stalled: dict[int, int] = {}
+        self._held: list[tuple[int, int]] = []
         self._lock = threading.Lock()
         self._fd = -1
         self._thread = threading.Thread(target=self._serve, name="files", daemon=True)
@@ -57,18 +58,18 @@ class StallingFiles:
             raise OSError(code, f"mount {self.folder}: {os.strerror(code)}")
         self._thread.start()
 
-    def stall(self, ranks: Collection[int]) -> None:
-        """From now on, reads of these ranks' files are not answered."""
+    def stall(self, ranks: Collection[int], place: int) -> None:
+        """From now on, reads of these ranks' files at or behind that byte are not answered."""
         with self._lock:
-            self._stalled = frozenset(ranks)
+            self._stalled = dict.fromkeys(ranks, place)
 
     def release(self) -> None:
         """Answer what waits, and everything that comes."""
         with self._lock:
-            self._stalled = frozenset()
+            self._stalled = {}
             held, self._held = self._held, []
-        for unique, offset, wanted in held:
-            self._answer(unique, self._data(offset, wanted))
+        for unique, wanted in held:
+            self._answer(unique, bytes(wanted))
 
     @property
     def waiting(self) -> int:
@@ -128,18 +129,15 @@ class StallingFiles:
 
     def _read(self, unique: int, rank: int, offset: int, wanted: int) -> None:
         with self._lock:
-            if rank in self._stalled:
-                self._held.append((unique, offset, wanted))
+            if offset >= self._stalled.get(rank, SIZE):
+                self._held.append((unique, wanted))
                 return
-        self._answer(unique, self._data(offset, wanted))
-
-    def _data(self, offset: int, wanted: int) -> bytes:
-        return bytes(max(0, min(wanted, self.size - offset)))
+        self._answer(unique, bytes(wanted))
 
     def _attr(self, node: int) -> bytes:
         folder = node == _ROOT
         mode = stat.S_IFDIR | 0o755 if folder else stat.S_IFREG | 0o644
-        size = 0 if folder else self.size
+        size = 0 if folder else SIZE
         owner = (os.getuid(), os.getgid())
         return _ATTR.pack(node, size, (size + 511) // 512, 0, 0, 0, 0, 0, 0, mode, 1, *owner, 0, 4096, 0)
 

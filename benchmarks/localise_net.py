@@ -80,7 +80,8 @@ class NetCluster(Cluster):
     """A cluster whose nodes have networks of their own. The controller runs on the first."""
 
     def __init__(self, home: Path, hosts: Hosts, *, environ: Mapping[str, str], **options: Any) -> None:
-        super().__init__(home, environ=environ, **options)
+        # Host names mean nothing in here: gloo has to be told where it is.
+        super().__init__(home, environ={**environ, "GLOO_SOCKET_IFNAME": DEVICE}, **options)
         self.hosts = hosts
         self.token = home / "token"
 

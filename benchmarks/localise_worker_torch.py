@@ -30,6 +30,7 @@ import keepstep
 
 WIDTH = 32
 BATCH = 4
+BATCH_BYTES = 4 * BATCH * WIDTH
 METRICS = 16
 
 
@@ -140,7 +141,7 @@ class Trainer:
         if self.loader is not None:
             return next(self.loader)  # type: ignore[no-any-return]
         if self.args.storage is not None:
-            return read_batch(self.args.storage / f"rank{self.ks.rank}")
+            return read_batch(self.args.storage / f"rank{self.ks.rank}", index)
         return torch.full((BATCH, WIDTH), (index % 7) / 7.0)
 
     def step(self, index: int) -> Tensor:
@@ -183,10 +184,10 @@ class Trainer:
         dist.all_gather(rows, metrics[:2], group=self.half)
 
 
-def read_batch(path: Path) -> Tensor:
+def read_batch(path: Path, index: int) -> Tensor:
     fd = os.open(path, os.O_RDONLY)
     try:
-        data = os.pread(fd, 4 * BATCH * WIDTH, 0)
+        data = os.pread(fd, BATCH_BYTES, index * BATCH_BYTES)
     finally:
         os.close(fd)
     return torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(BATCH, WIDTH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any, Final
 
@@ -71,13 +72,20 @@ def gloo_device() -> Any:
     """A listening socket and an event loop that several groups share.
 
     The first one of a process finds out by which address the others reach it, which may ask a name server; later
-    ones use that address, so that no recovery waits for a name server.
+    ones use that address, so that no recovery waits for a name server. ``GLOO_SOCKET_IFNAME`` names the interface to
+    listen at, as with torch's own groups; of several the first is taken.
+
+    Raises:
+        RuntimeError: there is no such interface.
     """
     global _address
     if _address is not None:
         return _device(ProcessGroupGloo.create_device, hostname=_address)
     before = open_sockets()
-    device = _device(ProcessGroupGloo.create_default_device)
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip():
+        device = _device(ProcessGroupGloo.create_device, interface=interface)
+    else:
+        device = _device(ProcessGroupGloo.create_default_device)
     found = [a for a in map(listening_address, open_sockets() - before) if a is not None]
     if len(found) == 1:
         _address = found[0]
