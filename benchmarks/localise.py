@@ -72,7 +72,7 @@ class Job:
             "args": words,
             "nodes": NODES,
             "nproc": RANKS // NODES,
-            "flags": ("--standbys", "0", "--hang-detect", args.hang_detect, *args.flags),
+            "flags": ("--standbys", "0", "--hang-detect", args.hang_detect, *case.flags, *args.flags),
             "environ": clean_environment(),
         }
         self.hosts = Hosts(NODES) if case.network else None
@@ -109,7 +109,7 @@ class Job:
         self.calm(START_LIMIT_S if number == 0 else RECOVERY_LIMIT_S)
         roster, before = self.told.roster, self.cluster.beats()
         assert roster is not None
-        seats = {member.rank: str(member.node) for member in roster.members}
+        seats = {int(member.rank): str(member.node) for member in roster.members}
         mark = len(self.told.records)
         struck = self.case.strike(self.scene, number, rank, draw)
         try:

@@ -54,7 +54,7 @@ Strike = Callable[[Scene, int, int, random.Random], Struck]
 
 class Case(Struct, frozen=True, kw_only=True):
     """Attributes:
-    words: for the script.
+    words: for the script. ``flags``: of ``keepstep run``.
     node_may_go: the process's machine may well be at fault, so that taking it out harms nobody.
     network, storage: what it needs besides processes; both need root.
     """
@@ -63,6 +63,7 @@ class Case(Struct, frozen=True, kw_only=True):
     told: str
     strike: Strike
     words: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
     node_may_go: bool = False
     network: bool = False
     storage: bool = False
@@ -172,7 +173,7 @@ CASES: tuple[Case, ...] = (
     Case(name="skip", told="a rank leaves a collective out", strike=skip),
     Case(name="shape", told="a rank brings another shape", strike=shape),
     Case(name="other-group", told="a rank waits outside, its peers in a smaller group", strike=other_group),
-    Case(name="slow", told="a rank takes longer in every step", strike=slow),
+    Case(name="slow", told="a rank takes longer in every step", strike=slow, flags=("--pace-window", "1s")),
     Case(name="network", told="nothing arrives between two nodes", strike=cut, network=True),
     Case(name="storage-all", told="no rank's read is answered", strike=storage_of_all, storage=True),
 )

@@ -15,7 +15,7 @@ from msgspec import Struct
 from benchmarks.progress import spread
 from keepstep.model.actions import KillProcess
 from keepstep.model.facts import RankStalled, WorkerExited, WorkerFrozen
-from keepstep.model.ids import IncidentId, NodeId
+from keepstep.model.ids import IncidentId
 from keepstep.model.records import (
     EpochOpened,
     IncidentMoved,
@@ -80,16 +80,16 @@ def verdict(records: Sequence[Record], seats: Mapping[int, str]) -> Verdict | No
         seats: node of each rank.
     """
     declared = next((r.at for r in records if _declares(r)), 0)
-    first = next((r for r in records if isinstance(r, SuspectNamed) or (_slow(r))), None)
+    first = next((r for r in records if isinstance(r, SuspectNamed | StragglerNoted) and _names(r)), None)
     if first is None:
         return None
     if isinstance(first, StragglerNoted):
-        nodes = tuple(sorted({*first.nodes, *([first.peer] if first.peer else [])}))
+        both = {*first.nodes, *([first.peer] if first.peer else [])}
         return Verdict(
             declared=first.at,
             named=first.at,
             ranks=tuple(first.ranks),
-            nodes=nodes,
+            nodes=tuple(sorted(both)),
             category=first.cause,
             probability=first.probability,
             reason=first.why,
@@ -99,9 +99,9 @@ def verdict(records: Sequence[Record], seats: Mapping[int, str]) -> Verdict | No
     best = max(together, key=lambda record: record.probability)
     blamed = [r for r in together if r.category != "transient" and (r.ranks or r.node)]
     ranks = tuple(sorted({rank for record in blamed for rank in record.ranks}))
-    nodes = {record.node for record in blamed if record.node is not None} or {NodeId(seats[r]) for r in ranks}
+    nodes = {str(record.node) for record in blamed if record.node is not None} or {seats[r] for r in ranks}
     if not blamed and best.probability > 0:  # a pair is nobody's process, and is told in words
-        nodes = {NodeId(node) for node in set(seats.values()) if node in best.reason.replace(",", " ").split()}
+        nodes = {node for node in seats.values() if node in best.reason.replace(",", " ").split()}
     return Verdict(
         declared=declared or first.at,
         named=first.at,
@@ -123,8 +123,8 @@ def _declares(record: Record) -> bool:
     return isinstance(record, Observed) and isinstance(record.fact, RankStalled | WorkerFrozen)
 
 
-def _slow(record: Record) -> bool:
-    return isinstance(record, StragglerNoted) and not record.over
+def _names(record: SuspectNamed | StragglerNoted) -> bool:
+    return not (isinstance(record, StragglerNoted) and record.over)
 
 
 def right(truth: Truth, said: Verdict | None) -> bool:

@@ -160,7 +160,7 @@ class Trainer:
         dist.all_reduce(scale, group=self.half)
         loss = F.mse_loss(self.model(inputs), inputs) + 0 * scale
         self.optimizer.zero_grad()
-        loss.sum().backward()
+        loss.sum().backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         if orders.due("loop"):
             orders.strike()
