@@ -36,7 +36,7 @@ from keepstep.trainer.attendant import TOKEN
 from keepstep.trainer.attended import Attended, say
 from keepstep.trainer.ending_torch import lost_parts
 from keepstep.trainer.exceptions import GroupsUnsupported
-from keepstep.trainer.exchange_torch import gather
+from keepstep.trainer.exchange_torch import gather, keep
 from keepstep.trainer.join_torch import Identity
 from keepstep.trainer.options import Checkpoint
 from keepstep.trainer.recovery_torch import everybody_is_here
@@ -130,7 +130,7 @@ class Level1:
         """As the controller would: who is where, and whose copies go to which node."""
         ports = gather(self.line.keeper_port)
         epoch = torch.tensor([max(int(time.time()), *((c.epoch >> MINOR_BITS) + 1 for c in self._cards))])
-        dist.all_reduce(epoch, op=dist.ReduceOp.MAX)
+        dist.all_reduce(keep(epoch), op=dist.ReduceOp.MAX)
         ranks: dict[str, list[int]] = {}
         for rank, card in enumerate(self._cards):
             ranks.setdefault(card.node, []).append(rank)
@@ -230,7 +230,7 @@ def _check_places(policy: CheckpointPolicy, *, shared: bool, local: bool) -> Non
 def _require_cpu_group() -> None:
     """Agreement is about numbers in host memory."""
     try:
-        dist.all_reduce(torch.zeros(1, dtype=torch.int64))
+        dist.all_reduce(keep(torch.zeros(1, dtype=torch.int64)))
     except RuntimeError as error:
         raise GroupsUnsupported(
             "the default process group cannot sum numbers in host memory, which checkpoints need: leave "

@@ -14,6 +14,7 @@ from keepstep.checkpoint.notes import Note, TierLabel
 from keepstep.model.env import COPY
 from keepstep.trainer.budget import DEFAULT_SHARE, Mode, Pace, agree_after
 from keepstep.trainer.exceptions import StepMisused
+from keepstep.trainer.exchange_torch import keep
 from keepstep.trainer.gate import Gate
 from keepstep.trainer.snapshots_torch import Snapshots
 
@@ -113,7 +114,7 @@ class Pacing:
             return
         busy = self._snapshots.pins.held()
         count = torch.tensor([len(busy)], dtype=torch.int64)
-        dist.all_reduce(count)
+        dist.all_reduce(keep(count))
         if int(count) == 0:
             self.held = step
         elif self.held == step:
@@ -130,7 +131,7 @@ class Pacing:
         if self.share <= 0 or self.every <= 0 or not agree_after(step - self._from):
             return False
         mine = torch.tensor([self.pace.wanted()], dtype=torch.int64)
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        dist.all_reduce(keep(mine), op=dist.ReduceOp.MAX)
         before, self.every = self.every, int(mine)
         if self.every == before:
             return False

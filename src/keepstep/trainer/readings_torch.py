@@ -15,6 +15,7 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 
 from keepstep.trainer import pieces_torch as pieces
+from keepstep.trainer.exchange_torch import keep
 from keepstep.trainer.guard import Reading
 
 LOW = (torch.float16, torch.bfloat16)
@@ -169,7 +170,7 @@ def over_all_ranks(own: Sequence[Own], *, replicated: bool) -> list[Reading]:
     """The same steps over all ranks. Collective: 48 bytes per step, however many ranks there are."""
     rows = torch.tensor([[*_split(one.loss), *_split(one.square)] for one in own], dtype=torch.float64)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(rows)
+        dist.all_reduce(keep(rows))
     return [
         Reading(
             one.step,

@@ -26,7 +26,7 @@ from keepstep.checkpoint.slot import Description, TensorEntry, Version
 from keepstep.model.topology import Member, Place, Roster
 from keepstep.trainer.beat import Beat
 from keepstep.trainer.exceptions import CannotResume, StateMismatch
-from keepstep.trainer.exchange_torch import everybody
+from keepstep.trainer.exchange_torch import everybody, keep
 from keepstep.trainer.restore_torch import Durable
 from keepstep.trainer.snapshots_torch import Snapshots
 from keepstep.trainer.state_torch import Live, State
@@ -198,7 +198,7 @@ class Restorer:
     def _exchange(self, mine: Holdings, world_size: int, rank: int) -> list[Holdings]:
         rows = torch.zeros(world_size, agree.ROW, dtype=torch.int64)
         rows[rank] = torch.tensor(mine.to_row(), dtype=torch.int64)
-        dist.all_reduce(rows)
+        dist.all_reduce(keep(rows))
         return [Holdings.from_row(row) for row in rows.tolist()]
 
     # ---------------------------------------------------------------- putting it back
