@@ -20,7 +20,7 @@ _OF_DEVICE = re.compile(
     r"(?:CUDA|HIP|XPU|NPU) error|AcceleratorError|HSA_STATUS|uncorrectable|cudaError|Bus error|SIGBUS", re.IGNORECASE
 )
 _ORIGIN = re.compile(
-    r"\b(?:from|in|of|reading|file|source|part|shard) [\"'\[]?((?:[\w.-]+/)*[\w.-]*?(?:part|shard|chunk|split|bucket|file|crawl|dump|web|book|code|doc)\w*[-_/]\d[\w.-]*)",
+    r"\b(?:from|in|of|reading|file|source|part|shard) [\"'\[]?((?:[\w.-]+/)*[\w.-]*?(?:part|shard|chunk|split|bucket|file|crawl|dump|web|book|code|doc)\w*[-_/]\d[\w.-]*)|\b(?:in|opening|reading|loading|file|from|of) [\"']?((?:\w{2,5}://|/)[\w./@+-]*[\w-])",
     re.IGNORECASE,
 )
 """Where samples come from, by the words that stand before names without an ending."""
@@ -60,6 +60,8 @@ def culprit_of(cause: Cause, log: Log) -> Culprit:
             rank = _sufferer(node, log)
     if not node and cause.category == "transient" and len(log.told_nodes) == 1:
         node = next(iter(log.told_nodes))
+    if not gpu and rank is not None and cause.category == "infrastructure":
+        gpu = log.places.gpu_of.get(rank, "")
     frame = next((one.frame for one in cause.findings if one.frame), None)
     if frame is None and cause.category in ("user_code", "data") and len(log.frames) >= 1:
         frame = log.frames[0][1]
@@ -69,7 +71,7 @@ def culprit_of(cause: Cause, log: Log) -> Culprit:
         rank=None if everywhere else rank,
         file=(frame.file if frame and _field(cause, "file").endswith(_NATIVE) else _field(cause, "file"))
         or (frame.file if frame else ""),
-        line=frame.line if frame else None,
+        line=frame.line if frame else int(_field(cause, "line") or 0) or None,
         peer=_field(cause, "peer") or (where.address(lead.text) if "rdma" in cause.id or "peer" in cause.id else ""),
         link=_field(cause, "link"),
         thing=_thing(cause, log) if lead.rule.id == GENERIC else _field(cause, "thing") or _thing(cause, log),
@@ -154,9 +156,9 @@ def _thing(cause: Cause, log: Log) -> str:
         if own or near or named:
             return own or (near[-1] if near else named.most_common(1)[0][0])
         texts += [line.text for line in log.tail if line.text not in texts]
-        for text in texts:
+        for text in texts if "checkpoint" not in cause.id else ():
             if origin := _ORIGIN.search(text):
-                return origin[1]
+                return origin[1] or origin[2]
         texts += [one.text for one in log.findings.get("bad_sample", ())[:3]] + [
             one.text for one in log.findings.get("token_id_out_of_range", ())[:2]
         ]

@@ -63,6 +63,9 @@ _GROUPS = {
     "thing2": "thing",
     "thing3": "thing",
     "file2": "file",
+    "file3": "file",
+    "line2": "line",
+    "line3": "line",
     "node5": "node",
     "rank2": "rank",
     "rank3": "rank",
@@ -144,6 +147,7 @@ class Log:
         self.bytes = 0
         self._stacks = Stacks()
         self._chained: set[str] = set()
+        self._ignored: set[str] = set()
 
     @property
     def went_on(self) -> bool:
@@ -170,6 +174,11 @@ class Log:
         if len(self.data_files) < TAGS_KEPT and (named := where.data_file(line.text)):
             self.data_files.append((line.number, named))
         matched = _matched(line, rules)
+        if "Exception ignored in" in line.message:
+            self._ignored.add(line.stream)
+        elif line.stream in self._ignored and (frames or any(rule.id == GENERIC for rule, _ in matched)):
+            self._ignored.discard(line.stream)  # Python itself passed over it, mostly while it ended.
+            return False
         if frames and not any(rule.role in ("initiating", "symptom", "cascade", "teardown") for rule, _ in matched):
             matched.append((_GENERIC_RULE, {"thing": line.message.split(":")[0][:80]}))
         if "exception" in line.message and ("above exception" in line.message):
@@ -271,7 +280,8 @@ def _matched(line: Line, rules: tuple[Rule, ...]) -> list[tuple[Rule, dict[str, 
 
 def _finding(line: Line, rule: Rule, fields: dict[str, str], frame: Frame | None) -> Finding:
     named = where.called(line.text) or where.hosts(line.text)
-    node = fields.get("node") or line.node or (named[0] if named else "")
+    told = fields.get("node", "")
+    node = (told if any(map(str.isdigit, told)) else "") or line.node or told or (named[0] if named else "")
     mentioned = where.ranks(line.text)
     rank = line.rank if line.rank is not None else (mentioned[0] if mentioned else None)
     if fields.get("rank", "").isdigit():

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from keepstep.core.diagnose.prefix import Line, is_host
+from keepstep.core.diagnose.prefix import Line, is_host, is_speaker
 
 RANKS_TRACKED = 200_000
 NODES_TRACKED = 50_000
 
 _HOST = re.compile(
     r"(?<![\w./-])((?:node|host|gpu|dgx|hgx|compute|trn|nid|cn|vm|server|worker|trainer|gn|hpc|a100|h100|h200|b200|mi300|rack\d*)"
-    r"(?:-?[a-z][a-z0-9]*)*-?\d+(?:-\d+)*|ip-\d+-\d+-\d+-\d+|[a-z]{2,12}(?:-[a-z0-9]{1,12}){0,3}-\d{2,5})(?![\w/])(?!\.\w)",
+    r"(?:-?[a-z][a-z0-9]*)*-?\d+(?:-\d+)*|ip-\d+-\d+-\d+-\d+|[a-z][a-z0-9]{1,11}(?:-[a-z0-9]{1,12}){0,3}-\d{2,5})(?![\w/])(?!\.\w)",
     re.IGNORECASE,
 )
 _NODE_RANGE = re.compile(
@@ -25,7 +25,7 @@ _NOT_A_NODE = re.compile(
     re.IGNORECASE,
 )
 _SERVICE = re.compile(
-    r"(?:login|head|mgmt|bastion|admin|gateway|ctl|slurmctl\w*|controller|master|registry|nas|nfs|mds|oss|fs)[-_]?\d*$",
+    r"(?:login|head|mgmt|bastion|admin|gateway|ctl|slurmctl\w*|controller|master|registry|nas|nfs|mds|oss|ost|st|fs|filer|pdu|sw|leaf|spine)[-_]?\d*$",
     re.IGNORECASE,
 )
 _NEVER = re.compile(
@@ -42,7 +42,7 @@ _DEVICE = re.compile(
 )
 """Words before a PCI address that say what has it; a GPU or something ``other``."""
 _GPU = re.compile(
-    r"\b(?:GPU|Device|cuda:|hip:|npu:|nvidia-smi.{0,8} -i|accelerator)[ #:=]{0,2}\[?(\d{1,2})\b(?!\s*(?:GPUs?|of|total|GiB|MiB|GB|C\b|%|-\d))",
+    r"\b(?:GPU|Device|cuda:|hip:|npu:|nvidia-smi.{0,8} -i|accelerator)[ #:=]?\[?(\d{1,2})\b(?!\s*(?:GPUs?|of|total|GiB|MiB|GB|C\b|%|-\d))",
     re.IGNORECASE,
 )
 _DATA_FILE = re.compile(
@@ -63,6 +63,10 @@ _STEM = re.compile(r"([A-Za-z][A-Za-z-]*?)-?\d+$")
 _TOKEN = re.compile(r"(?<![\w./-])([A-Za-z][A-Za-z-]*\d+)(?![\w/-])(?!\.\w)")
 _BLOCK = re.compile(r"\s+(?:host\s+: ([\w.-]+)|rank\s+: (\d{1,6}) \(local_rank)")
 """Lines of torchrun's report of failures, which names the host first and the rank after it."""
+_LIVES = re.compile(
+    r"\branks? (\d{1,6}) ?(?:(?:=|is on|is|on|@|at|runs on|lives on) ?\(?|\()(?:node |host )?(?P<name>[a-z][\w.-]*\d[\w.-]*)(?:[ ,:]{1,2}(?:local )?GPU ?(\d{1,2}))?",
+    re.IGNORECASE,
+)
 _INIT = re.compile(r"\brank (\d+) nranks (\d+)(?: cudaDev (\d+))?", re.IGNORECASE)
 
 
@@ -155,7 +159,9 @@ class Places:
                 self._host = found[1]
             elif self._host:
                 self._place(int(found[2]), self._host, "")
-        if found := _INIT.search(line.text):
+        if (lives := _LIVES.search(line.text)) and not _NEVER.match(lives["name"]) and is_speaker(lives["name"]):
+            self._place(int(lives[1]), lives["name"], lives[3] or "")
+        elif found := _INIT.search(line.text):
             self.world = max(self.world, int(found[2]))
             if line.node:
                 self._place(int(found[1]), line.node, found[3] or "")

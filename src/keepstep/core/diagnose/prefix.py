@@ -48,10 +48,12 @@ _BARE = re.compile(
 )
 """A name with a number before a time, a rank, a program or a driver."""
 _FILES = (".py", ".cc", ".cpp", ".cu", ".so", ".log", ".sh", ".c", ".h")
+_NAME = re.compile(r"([A-Za-z][\w.-]{0,40}\d[\w.-]{0,20}): (?=\S)")
+"""A name with a number and a colon: a machine, where it is the first thing in a line."""
 _SRUN = re.compile(r"srun: (?=\d{1,6}: )")
 _MPI = re.compile(r"\[\d{1,6},(\d{1,6})\]<std(?:err|out)>: ?")
 """Open MPI's ``--tag-output``: job and rank."""
-_RAY = re.compile(r"\((?:[\w.<>]+ )?pid=\d+(?:, ip=([\w.:-]+))?[^)]{0,40}\) ?")
+_RAY = re.compile(r"\((?:[\w.<>]+,? )?(?:pid=\d+|(?=ip=))(?:,? ?ip=([\w.:-]+))?[^)]{0,40}\) ?")
 _STREAM = re.compile(r"(?:std(?:err|out) [FP] |\[std(?:err|out)\] ?|std(?:err|out): )")
 """Container runtimes' mark of the stream."""
 _DEFAULT = re.compile(r"\[(?:default|trainer|worker|\w{0,20}trainer)(\d{1,3})\]: ?")
@@ -82,7 +84,7 @@ _NOT_HOST = re.compile(
     r"(?:gpu|ip|ml|worker|pod|vm|rack)[-_ ]?\d{1,2}$|.*\.(?:py|cc|cpp|cu|so|log|sh)$|.*[.:]$", re.IGNORECASE
 )
 _NO_SPEAKER = re.compile(
-    r"(?:rank|step|epoch|iter\w*|stage|layer|attempt|leaf|spine|switch|tor|sw|bond|eth|mlx\d|nvme|numa|cpu|fan|psu|dimm|"
+    r"(?:rank|step|epoch|iter\w*|stage|layer|attempt|leaf|spine|switch|tor|sw|bond|eth|mlx\d|nvme|numa|cpu|fan|psu|pdu|dimm|"
     r"task|slot|port|link|shard|batch|part|try|run|job|level|phase|fp|bf|v|ib|ens\d?\w*|enp\w*|eno|hsn|hsi|docker|sd[a-z]|md|dm|ext|utf|sha|base|s3|"
     r"x86|py|python|cuda|mp|ipv|int|uint|c10d|bert|gpt|llama|qwen|nccl|ucx|log|sample|expert|block|head|dp|tp|pp|ep|seq|pod)[-_]?\d+(?:_\d+)?$|gpu\d{1,2}$|\d+(?:[.:]\d+)?[a-z%]{0,3}$",
     re.IGNORECASE,
@@ -223,8 +225,21 @@ def _who(seen: _Labels, text: str, at: int, stream: list[str]) -> int:
     elif found := _NCCL.match(text, at):
         seen.node = found[1]
         seen.gpu = found[4] or seen.gpu
-    elif (not seen.node and (found := _SPEAKER.match(text, at)) and is_speaker(found[1])) or (
-        not seen.node and (found := _BARE.match(text, at)) and is_speaker(found[1]) and not found[1].endswith(_FILES)
+    elif (
+        (not seen.node and (found := _SPEAKER.match(text, at)) and is_speaker(found[1]))
+        or (
+            not seen.node
+            and (found := _BARE.match(text, at))
+            and is_speaker(found[1])
+            and not found[1].endswith(_FILES)
+        )
+        or (
+            not seen.node
+            and not stream
+            and (found := _NAME.match(text, at))
+            and is_speaker(found[1])
+            and not found[1].endswith(_FILES)
+        )
     ):
         seen.node = found[1]
     elif (found := _TAG.match(text, at)) or (found := _PIPE.match(text, at)):

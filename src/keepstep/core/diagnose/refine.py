@@ -96,6 +96,8 @@ def _scope(cause: Cause, log: Log) -> Cause:
 
 
 def _scope_one(cause: Cause, log: Log) -> Cause:
+    if cause.id == "slow_link" and not cause.nodes and log.has("recovered"):
+        return passing(cause, "network_congestion", "retry_with_backoff", cause.weight, "it went away by itself")
     if log.has("only_here"):
         return replace(cause, weight=cause.weight + 0.08, why="its peers are well")
     return replace(cause, action="isolate_and_verify") if spread(cause, log) else cause
@@ -175,6 +177,8 @@ def _data_file(cause: Cause, log: Log) -> Cause:
 
 
 def _recent_change(cause: Cause, log: Log) -> Cause:
+    if cause.id == "script_missing" and log.has("only_here") and not spread(cause, log):
+        return machine(cause, cause.weight, "only one machine lacks it")
     if log.has("recent_change"):
         return replace(cause, action="rollback_code", why="the code had changed just before")
     return cause
@@ -205,6 +209,19 @@ def _unreachable(cause: Cause, log: Log) -> Cause:
 def _shm(cause: Cause, log: Log) -> Cause:
     if log.has("only_here"):
         return machine(cause, cause.weight, "only one machine is affected")
+    return cause
+
+
+def _logging(cause: Cause, log: Log) -> Cause:
+    """An experiment tracker that is away stops no training."""
+    if not died(log) and (log.went_on or log.has("recovered") or log.progress):
+        return replace(cause, category="none", action="no_action", transient=True, why="training went on")
+    return cause
+
+
+def _cpu_heat(cause: Cause, log: Log) -> Cause:
+    if not died(log) and "straggler" not in log.findings and (log.went_on or log.has("recovered")):
+        return replace(cause, category="none", action="no_action", why="nothing became slower")
     return cause
 
 
@@ -265,7 +282,8 @@ def _killed(cause: Cause, log: Log) -> Cause:
 
 
 def _long_work(cause: Cause, log: Log) -> Cause:
-    return replace(cause, weight=0.66) if "collective_timeout" in log.findings else replace(cause, weight=0.3)
+    late = "collective_timeout" in log.findings or any(re.search(r"time[sd]? out", one.text) for one in cause.findings)
+    return replace(cause, weight=0.66) if late else replace(cause, weight=0.3)
 
 
 def _evicted(cause: Cause, log: Log) -> Cause:
@@ -297,11 +315,13 @@ _FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
     "cable": _cable,
     "checkpoint": storage.checkpoint,
     "congestion": _congestion,
+    "cpu_heat": _cpu_heat,
     "data_file": _data_file,
     "data_value": _data_value,
     "ecc": _ecc,
     "evicted": _evicted,
     "fabric": _fabric,
+    "fs_slow": storage.fs_slow,
     "full": storage.full,
     "gpu_oom": numbers.gpu_memory,
     "host_oom": numbers.host_memory,
@@ -309,6 +329,7 @@ _FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
     "killed": _killed,
     "link": _link,
     "loader_killed": _loader_killed,
+    "logging": _logging,
     "long_work": _long_work,
     "names": _scope,
     "nan": numbers.nan,

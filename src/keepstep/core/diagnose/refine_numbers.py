@@ -11,6 +11,11 @@ from keepstep.core.diagnose.observe import Log
 
 _RUN = re.compile(r"\brun [A-Z]:? ([\w.+-]+)", re.IGNORECASE)
 _OTHERS_MEMORY = re.compile(r"Process \d+ has ([\d.]+) GiB memory in use.*this process has ([\d.]+) GiB", re.IGNORECASE)
+_ALSO = re.compile(
+    r"(?:different|other|another|new|fresh|spare|healthy)\W+(?:nodes?|hardware|machines?|hosts?|gpus?).{0,40}\b(?:again|same|too|also|as well|identical|nan|differs?)\b",
+    re.IGNORECASE,
+)
+"""Other machines, and the same fault there."""
 _VICTIM = re.compile(r"Kill(?:ed)? process \d+ \(([^)]+)\)", re.IGNORECASE)
 _OWN_PROGRAM = re.compile(r"python|pt_|torch|train|ray", re.IGNORECASE)
 
@@ -47,7 +52,7 @@ def sdc(cause: Cause, log: Log) -> Cause:
     runs = _runs(log)
     if len(runs) > 1 and len(set(runs)) == 1:
         return replace(cause, weight=0.1, why="repeated runs agree")
-    if log.has("elsewhere_too") and log.has("again"):
+    if log.has("again") and any(_ALSO.search(one.text) for one in log.tags.get("elsewhere_too", ())):
         return replace(
             cause, weight=0.4, category="user_code", action="stop_and_notify_user", why="other machines give the same"
         )

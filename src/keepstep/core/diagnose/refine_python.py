@@ -15,7 +15,7 @@ DATA_POINTS = 2.5
 _OF_CONNECTIONS = ("ConnectionError", "TimeoutError", "RemoteDisconnected", "ProtocolError", "TemporaryFailureError")
 """Ends of the names of exceptions that speak of the network."""
 _OF_VALUES = re.compile(
-    r"(?:Value|Key|Index|Unicode\w*|JSON\w*|EOF|Assertion|Overflow|Runtime|Data\w*|Decod\w*|Pars\w*|Schema\w*|Arrow\w*|struct\.|Format\w*|Corrupt\w*"
+    r"(?:Value|Key|Index|OS|IO|Unicode\w*|JSON\w*|EOF|Assertion|Overflow|Runtime|Data\w*|Decod\w*|Pars\w*|Schema\w*|Arrow\w*|struct\.|Format\w*|Corrupt\w*"
     r"|Invalid\w*)(?:Error|Exception)|struct\.error|ArrowInvalid|InvalidData"
 )
 """Kinds of exceptions that odd content can raise in a program that is right."""

@@ -11,7 +11,11 @@ from keepstep.core.diagnose.cause import SHARED_NODES, Cause, died, machine, pas
 from keepstep.core.diagnose.observe import Log
 
 _LOCAL_PLACE = re.compile(
-    r"'/(?:tmp|var|run|root|opt)/|100% /(?:$|var|tmp|run|\s)|/var/(?:log|lib)|\btmpfs\b|/dev/(?:sd|md|nvme|dm)\S* .{0,60}100%",
+    r"'/(?:tmp|var|run|root|opt)/|df \S+:? +100 ?%|100% /(?:$|var|tmp|run|\s)|/var/(?:log|lib)|\btmpfs\b|/dev/(?:sd|md|nvme|dm)\S* .{0,60}100%",
+    re.IGNORECASE,
+)
+_CUT_OFF = re.compile(
+    r"no internet|air-?gapped|HF_HUB_OFFLINE|https?_proxy|ProxyError|every start|at every (?:start|attempt)",
     re.IGNORECASE,
 )
 _OUTAGE = re.compile(
@@ -102,7 +106,16 @@ def checkpoint(cause: Cause, log: Log) -> Cause:
     return cause
 
 
+def fs_slow(cause: Cause, log: Log) -> Cause:
+    """Slow for everybody, and then no longer."""
+    if log.has("recovered") or log.went_on:
+        return passing(cause, cause.id, "retry_with_backoff", cause.weight, "it went away by itself")
+    return cause
+
+
 def remote(cause: Cause, log: Log) -> Cause:
+    if any(map(_CUT_OFF.search, [line.text for line in log.tail])) and not log.has("recovered"):
+        return users(cause, cause.weight + 0.04, "the job's settings or network do not let it out")
     if "switch_failure" in log.findings:
         return replace(cause, id="network_outage", weight=cause.weight + 0.06, why="a switch on the way was down")
     return cause

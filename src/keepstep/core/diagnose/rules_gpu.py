@@ -78,8 +78,8 @@ GPU: tuple[Rule, ...] = (
     ),
     infra(
         "fabric_manager_down",
-        r"nvidia-fabricmanager\S*.*(?:fail|inactive|dead|stopped|not running|exit)|fabric ?manager.{0,40}(?:not running|failed|is down|not started|crashed|version (?:mis|does not))|Error 802: system not yet initialized|fabric (?:state|status)\W+(?:in progress|not initialized)",
-        "fabricmanager|fabric manager|system not yet initialized|fabric state|fabric status",
+        r"nvidia-imex\S*.{0,80}(?:ERROR|fail|DOWN|UNAVAILABLE|not ready)|imex.{0,60}(?:UNAVAILABLE|DOWN|DEGRADED)|nvidia-fabricmanager\S*.*(?:fail|inactive|dead|stopped|not running|exit)|fabric ?manager.{0,40}(?:not running|failed|is down|not started|crashed|version (?:mis|does not))|Error 802: system not yet initialized|fabric (?:state|status)\W+(?:in progress|not initialized)",
+        "fabricmanager|fabric manager|system not yet initialized|fabric state|fabric status|imex",
         "the NVSwitch fabric is not initialised, its manager does not run",
         weight=0.85,
         source="pytorch/pytorch#35710",
@@ -102,8 +102,8 @@ GPU: tuple[Rule, ...] = (
     ),
     infra(
         "gpu_driver_broken",
-        r"Failed to initialize NVML: (?!Driver)|NVIDIA-SMI has failed because it couldn't communicate|nvidia-smi.{0,40}(?:hangs|hung|timed out|no response|does not (?:return|answer|respond)|stuck)|cudaErrorSystemDriverMismatch|CUDA unknown error|Error 3: initialization error|forward compatibility was attempted on non supported HW",
-        "initialize nvml|couldn't communicate|nvidia-smi|systemdrivermismatch|cuda unknown error|initialization error|forward compatibility",
+        r"modprobe.{0,60}nvidia.{0,60}(?:not found|fail|could not|FATAL)|modprobe: FATAL: Module nvidia|nvidia: (?:disagrees|unknown symbol|version magic)|dkms.{0,80}(?:fail|error)|NVRM: (?:This|The) .{0,60}(?:not supported|incompatible)|Failed to initialize NVML: (?!Driver)|NVIDIA-SMI has failed because it couldn't communicate|nvidia-smi.{0,40}(?:hangs|hung|timed out|no response|does not (?:return|answer|respond)|stuck)|cudaErrorSystemDriverMismatch|CUDA unknown error|Error 3: initialization error|forward compatibility was attempted on non supported HW",
+        "initialize nvml|couldn't communicate|nvidia-smi|systemdrivermismatch|cuda unknown error|initialization error|forward compatibility|modprobe|disagrees|unknown symbol|version magic|dkms|not supported|incompatible",
         "the GPU driver of this machine does not work",
         weight=0.72,
         source="NVIDIA driver tools",
@@ -114,8 +114,8 @@ GPU: tuple[Rule, ...] = (
     ),
     infra(
         "gpu_missing",
-        r"(?:gpu|gres/gpu)\W?count\W{1,3}(?:expected 8 found [0-7]|[0-7] expected=8)|expected (?P<count2>\d+),? (?:but )?(?:found|got|sees) \d+ ?(?:GPU|dev)|missing (?:PCI|GPU) (?P<gpu>[\da-fA-F:.]+)|\b[1-7] of 8 (?:GPUs|devices)|(?:only )?(?P<count>[0-7]) (?:of|/) 8 GPUs|(?:found|visible|sees|lists?|detected|expected 8\D{1,20}) ?(?:only )?[1-7] GPUs?\b|-> (?:only )?[0-7] GPUs|[1-7] GPUs (?:listed|visible|found)",
-        "gpus|gpu|count|expected|missing pci|missing gpu|devices",
+        r"\[Not Found\] process.{0,40}|GPU.{0,40}cannot be reset|(?:gpu|gres/gpu)\W?count\W{1,3}(?:expected 8 found [0-7]|[0-7] expected=8)|expected (?P<count2>\d+),? (?:but )?(?:found|got|sees) \d+ ?(?:GPU|dev)|missing (?:PCI|GPU) (?P<gpu>[\da-fA-F:.]+)|\b[1-7] of 8 (?:GPUs|devices)|(?:only )?(?P<count>[0-7]) (?:of|/) 8 GPUs|(?:found|visible|sees|lists?|detected|expected 8\D{1,20}) ?(?:only )?[1-7] GPUs?\b|-> (?:only )?[0-7] GPUs|[1-7] GPUs (?:listed|visible|found)",
+        "gpus|gpu|count|expected|missing pci|missing gpu|devices|not found|cannot be reset",
         "the machine shows fewer GPUs than it should",
         weight=0.8,
         family="scope",

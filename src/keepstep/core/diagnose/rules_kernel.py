@@ -105,8 +105,8 @@ KERNEL: tuple[Rule, ...] = (
     ),
     user(
         "host_oom",
-        r"Out of memory: Kill|Memory cgroup out of memory|oom-kill:constraint|invoked oom-killer|oom_kill event|task \d+: Out Of Memory|OUT_OF_MEMORY|\bOOM[- ]?Killed|oom_reaper: reaped|Killed process \d+ \((?P<thing>[^)]+)\)",
-        "out of memory|oom|killed process|out_of_memory",
+        r"job killed: (?:mem|vmem)|TERM_MEMLIMIT|exceeded (?:its |the )?(?:job |step )?mem(?:ory)? limit|exceeded memory|Out of memory: Kill|Memory cgroup out of memory|oom-kill:constraint|invoked oom-killer|oom_kill event|task \d+: Out Of Memory|OUT_OF_MEMORY|\bOOM[- ]?Killed|oom_reaper: reaped|Killed process \d+ \((?P<thing>[^)]+)\)",
+        "out of memory|oom|killed process|out_of_memory|job killed|term_memlimit|mem limit|memory limit|exceeded memory|memlimit",
         "main memory ran out and a process was killed",
         weight=0.78,
         family="host_oom",
@@ -248,6 +248,7 @@ KERNEL: tuple[Rule, ...] = (
         "a processor is hot",
         role="symptom",
         weight=0.35,
+        family="cpu_heat",
         source="Linux",
         samples="CPU5: Core temperature above threshold, cpu clock throttled (total events = 2081)",
     ),

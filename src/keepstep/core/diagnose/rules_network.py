@@ -6,6 +6,17 @@ from keepstep.core.diagnose.rule import Rule, follows, harmless, infra, passing,
 
 _NCCL = "NVIDIA/nccl"
 NETWORK: tuple[Rule, ...] = (
+    infra(
+        "ib_subnet_manager_down",
+        r"(?:opensm|subnet manager|\bSM\b port)\b.{0,80}(?:down|died|exit|stopp|lost|no standby|crash|kill|fail|not running|dead|gone)|(?:all|every) (?:hosts?|nodes?|ports?)\b.{0,60}\bState: ?Init|no subnet manager",
+        "opensm|subnet manager|sm port|state: init|state init",
+        "the subnet manager of the InfiniBand fabric is away",
+        action="retry_with_backoff",
+        transient=True,
+        weight=0.86,
+        source="OpenSM",
+        samples="opensm: SM port is down, subnet manager died",
+    ),
     user(
         "collective_mismatch",
         r"Detected mismatch between collectives|Collectives differ in the following|mismatch(?:ed)? (?:between|of|in) collective|collective.{0,40}(?:mismatch|out of order|different (?:order|op))|(?:size|op|dtype) mismatch.{0,40}(?:seq|collective)|Message truncated ?:|ranks?.{0,30}(?:called|running|in) all_?(?:reduce|gather)\b.{0,60}(?:rank|others?).{0,30}(?:barrier|broadcast|all_?gather|reduce_?scatter)|ncclInvalidArgument.*mismatch|flight recorder.{0,60}size \[(\d+)\].{0,20}size \[(?!\1\])|no (?:recv|send|matching \w+) posted|(?:send|recv) .{0,40}\bboth sides\b|both sides? (?:wait|send|recv)\w*|ranks? [\d, -]+ in (?P<one>all_?reduce|all_?gather|barrier|broadcast|reduce_?scatter|all_?to_?all|reduce|gather|scatter|recv|send)\b.{0,80}ranks? [\d, -]+ in (?!(?P=one)\b)(?:all_?reduce|all_?gather|barrier|broadcast|reduce_?scatter|all_?to_?all|reduce|gather|scatter|recv|send)\b",
@@ -141,8 +152,8 @@ NETWORK: tuple[Rule, ...] = (
     ),
     user(
         "collective_timeout_too_short",
-        r"^(?!.*(?:Error|Exception|failed)).*rank ?0\b.{0,60}\b(?:still |busy )?(?:preprocessing|tokenizing|tokenising|compiling|building (?:the )?(?:\w+ )?index|downloading|evaluating|merging)\b|(?:others?|other ranks).{0,40}(?:wait|barrier).{0,60}rank 0",
-        "rank",
+        r"^(?!.*(?:Error|Exception|failed)).*rank ?0\b.{0,60}\b(?:still |busy )?(?:(?:is )?(?:preprocess|tokeni[sz]|compil|download|evaluat|merg|index|load|convert|sav)(?:ing|es|ed) (?:for|the|data|\w+ for|\(|\d)|preprocessing|tokenizing|tokenising|compiling|building (?:the )?(?:\w+ )?index|downloading|evaluating|merging)(?:\b|(?<=\())|(?:others?|other ranks).{0,40}(?:wait|barrier).{0,60}rank 0",
+        "rank|preprocess|tokeniz|tokenis|compil|download|evaluat|merg|index|load|convert|sav",
         "one rank does long work alone while the others wait in a collective",
         role="symptom",
         weight=0.55,
@@ -152,8 +163,8 @@ NETWORK: tuple[Rule, ...] = (
     ),
     follows(
         "collective_timeout",
-        r"Watchdog caught collective operation timeout|Watchdog caught collective|collective operation timeout|Timeout at NCCL work|wait timeout after|Timed out waiting \d+ ?ms|watchdog timeout after|ncclTimeout|monitored ?barrier.*(?:timed out|timeout|failed)|watchdog got stuck|heartbeat monitor timed out|DDP.*timeout|Barrier timed out|DEADLINE_EXCEEDED",
-        "timeout|timed out|watchdog|heartbeat monitor|deadline_exceeded|monitored|barrier",
+        r"collective \S+ .{0,40}timed out|(?:all_?reduce|all_?gather|reduce_?scatter|broadcast|barrier)\b.{0,60}timed out after|Watchdog caught collective operation timeout|Watchdog caught collective|collective operation timeout|Timeout at NCCL work|wait timeout after|Timed out waiting \d+ ?ms|watchdog timeout after|ncclTimeout|monitored ?barrier.*(?:timed out|timeout|failed)|watchdog got stuck|heartbeat monitor timed out|DDP.*timeout|Barrier timed out|DEADLINE_EXCEEDED",
+        "timeout|timed out|watchdog|heartbeat monitor|deadline_exceeded|monitored|barrier|timed out",
         "a collective waited in vain for another rank",
         source="pytorch/pytorch#118369",
         family="timeout",

@@ -7,6 +7,19 @@ from keepstep.core.diagnose.rule import Rule, follows, harmless, infra, passing,
 _TORCH = "PyTorch"
 PYTHON: tuple[Rule, ...] = (
     user(
+        "program_crash",
+        r"panicked at '?(?P<file>[\w./+-]+):(?P<line>\d+)|\bpanic: |^\W{0,3}what\(\): .*?(?:\bat (?P<file2>[\w./+-]+\.(?:cu|cuh|cpp|cc|cxx|c|h|hpp|rs|go)):(?P<line2>\d+))?$|(?P<file3>/(?!opt/pytorch|pytorch|build)[\w./+-]+\.(?:zig|rs|go|jl|java|scala|swift|f90|cu|cpp|cc|c)):(?P<line3>\d+)(?::\d+)?:? (?:in \w+|error|panic|assert)|Exception in thread \"|^ERROR: (?:\w+Error)\b|goroutine \d+ \[running\]|fatal error: (?!.*cuda)|\w+: \S+\.(?:c|cc|cpp|cu|h):\d+: .{0,200}Assertion `.*' failed",
+        "panicked at|panic:|what():|in |error|panic|assert|exception in thread|goroutine|fatal error",
+        "the program ended itself with an error of its own",
+        role="symptom",
+        weight=0.52,
+        source="Rust, Go, C++, Zig, Julia",
+        samples=(
+            "thread 'worker-3' panicked at src/loader/pack.rs:212:17:",
+            "  what():  k (64) must be <= 32 at /opt/app/csrc/topk.cu:88",
+        ),
+    ),
+    user(
         "missing_dependency",
         r"ModuleNotFoundError|No module named '?(?P<thing>[\w.]+)|cannot import name|ImportError: (?!.*(?:undefined symbol|GLIBC|GLIBCXX|libcuda|cannot open shared))|PackageNotFoundError|command not found|executable file not found",
         "modulenotfound|no module named|cannot import|importerror|packagenotfound|command not found|executable file not found",
@@ -311,8 +324,8 @@ PYTHON: tuple[Rule, ...] = (
     ),
     user(
         "bad_rendezvous",
-        r"--?nnodes\W{0,2}\d+ but|allocation has \d+ nodes|RendezvousClosedError|RendezvousTimeoutError|RendezvousParameterError|MASTER_(?:ADDR|PORT).{0,60}(?:not set|expected|missing|wrong|invalid)|environment variable \w+ expected, but not set|invalid rdzv|(?:nnodes|world[_ ]size|WORLD_SIZE).{0,60}(?:mismatch|differs?|expected|does not)|(?:only )?\d+ (?:of|out of|/) ?\d+ (?:nodes|agents|clients|workers) (?:joined|arrived|connected)|\d+/\d+ clients joined",
-        "rendezvous|master_addr|master_port|but not set|invalid rdzv|nnodes|world_size|world size|joined|arrived|connected|nnodes|allocation has",
+        r"MASTER_(?:ADDR|PORT)\W{1,2}\S+ (?:is )?(?:set |fixed |given |hard-?coded )?(?:in|by|from) |--?nnodes\W{0,2}\d+ but|allocation has \d+ nodes|RendezvousClosedError|RendezvousTimeoutError|RendezvousParameterError|MASTER_(?:ADDR|PORT).{0,60}(?:not set|expected|missing|wrong|invalid)|environment variable \w+ expected, but not set|invalid rdzv|(?:nnodes|world[_ ]size|WORLD_SIZE).{0,60}(?:mismatch|differs?|expected|does not)|(?:only )?\d+ (?:of|out of|/) ?\d+ (?:nodes|agents|clients|workers) (?:joined|arrived|connected)|\d+/\d+ clients joined",
+        "rendezvous|master_addr|master_port|but not set|invalid rdzv|nnodes|world_size|world size|joined|arrived|connected|nnodes|allocation has|master_",
         "the ranks did not find each other at start",
         role="symptom",
         weight=0.55,
@@ -330,6 +343,7 @@ PYTHON: tuple[Rule, ...] = (
         "the experiment tracker cannot be reached",
         role="symptom",
         weight=0.42,
+        family="logging",
         source="wandb",
         samples="wandb: Network error (ReadTimeout), entering retry loop.",
     ),

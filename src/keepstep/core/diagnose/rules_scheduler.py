@@ -5,6 +5,50 @@ from __future__ import annotations
 from keepstep.core.diagnose.rule import Rule, follows, harmless, infra, passing, user
 
 SCHEDULER: tuple[Rule, ...] = (
+    infra(
+        "host_unreachable",
+        r"no (?:heartbeat|keep-?alive)s? from (?P<node>[\w.-]+)|hostError|terminated by Compute Engine|instance reachability|(?:system|instance) status checks? .{0,20}fail|(?P<node2>[\w.-]*\d) (?:is |has )?(?:become |gone )?(?:unresponsive|unpingable|stopped (?:answering|responding)|silent since|does not answer|fell silent)|(?:ping|ssh|icmp) (?:to )?(?P<node3>[\w.-]*\d)\b.{0,30}(?:100% packet loss|no (?:answer|reply|response)|times? out|timed out|unreachable|no route)|has missed too many heartbeats|marked dead because",
+        "no heartbeat|no keep|hosterror|compute engine|instance reachability|status check|unresponsive|unpingable|stopped answering|stopped responding|silent|does not answer|packet loss|no answer|no reply|no response|time out|times out|timed out|unreachable|no route|missed too many|marked dead",
+        "a machine no longer answers",
+        weight=0.76,
+        source="agents, cloud status pages",
+        samples=(
+            "controller: no heartbeat from frn6 for 930 s; ping frn6: 100% packet loss",
+            "compute.instances.hostError a3-mega-17: instance terminated by Compute Engine",
+        ),
+    ),
+    infra(
+        "healed_by_replacement",
+        r"(?:after|since) (?:replacing|swapping(?: out)?|removing|excluding|cordoning|draining|taking out) (?P<node>[\w.-]*\d[\w.-]*)\b.{0,60}(?:\bruns?\b|works|fine|gone|trains|\bok\b|no (?:more )?(?:errors?|failures?|hangs?)|normal|passes)|(?:runs|works|trains|passes) (?:fine |well )?without (?P<node2>[\w.-]*\d[\w.-]*)",
+        "replacing|swapping|removing|excluding|cordoning|draining|taking out|without",
+        "the job runs since this machine was taken out",
+        weight=0.84,
+        source="operators' notes",
+        samples="after replacing node-233 the same job runs",
+    ),
+    Rule(
+        id="planned_stop",
+        role="initiating",
+        category="none",
+        action="no_action",
+        transient=False,
+        pattern=r"\b(?:failure |fire |recovery )?drill\b|chaos (?:test|monkey|experiment|mesh)|fault[- ]injection|game ?day|\bon purpose\b|\bintentional(?:ly)?\b|\bdeliberate(?:ly)?\b|planned test\b",
+        words=(
+            "drill",
+            "chaos",
+            "injection",
+            "game day",
+            "gameday",
+            "on purpose",
+            "intentional",
+            "deliberate",
+            "planned test",
+        ),
+        says="somebody did it on purpose, to see what happens",
+        weight=0.89,
+        source="operators' notes",
+        samples=("operator: kill -9 of rank 12 as part of the failure drill FD-7",),
+    ),
     passing(
         "preempted",
         r"scheduled ?events?:? ?\W{0,3}preempt|preempted\W{1,4}true|capacity (?:was )?reclaim\w*|reclaim(?:ed|ing)? (?:by|for|capacity|of)|taken back by|DUE TO PREEMPTION|^(?!.*(?:\beither\b|\bmay\b|might|likely|heartbeat timeout)).*(?:(?-i:\bPREEMPTED\b)|preempt(?:ed|ing|ion) (?:by|notice|job|signal|in)|(?<!or )was preempted(?! (?:during|while|then|before|earlier|at that|in that))|Preempting|lower[- ]priority|higher[- ]priority (?:job|pod)|PreemptionByScheduler|DisruptionTarget)",
@@ -41,8 +85,8 @@ SCHEDULER: tuple[Rule, ...] = (
     ),
     passing(
         "maintenance",
-        r"(?:scheduled|planned|host|node|live) maintenance|maintenance (?:event|window|mode|reboot)|(?:cordon|drain)ed? (?:by|for) (?:operator|admin|maintenance|upgrade)|rolling (?:upgrade|update|reboot)|live migration|maintenance-event|TERMINATE_ON_HOST|NodeShutdown|imminent node shutdown|node is shutting down",
-        "maintenance|nodeshutdown|node shutdown|shutting down|cordon|drain|rolling|live migration",
+        r"scheduled for (?:retirement|reboot|stop)|instance.{0,30}\bretire(?:d|ment)\b|(?:cordon|drain)ed? (?:by|for) (?:ops|planned|firmware|the operator|reboot)|due to maintenance|planned (?:firmware|driver|kernel|bios)? ?(?:update|upgrade|window|reboot)|maintenance\b.{0,20}(?:starts|begins|window)|(?:scheduled|planned|host|node|live) maintenance|maintenance (?:event|window|mode|reboot)|(?:cordon|drain)ed? (?:by|for) (?:operator|admin|maintenance|upgrade)|rolling (?:upgrade|update|reboot)|live migration|maintenance-event|TERMINATE_ON_HOST|NodeShutdown|imminent node shutdown|node is shutting down",
+        "maintenance|nodeshutdown|node shutdown|shutting down|cordon|drain|rolling|live migration|by ops|by the operator|for planned|for firmware|for reboot|due to maintenance|planned|maintenance|retire|scheduled for",
         "somebody maintains the machines",
         action="restart_in_place",
         weight=0.7,
@@ -51,8 +95,8 @@ SCHEDULER: tuple[Rule, ...] = (
     ),
     passing(
         "scheduler_unavailable",
-        r"error watching (?:pods|jobs)|kube-?apiserver.{0,60}(?:upgrad|restart|ready after|roll)|(?:slurmctld|slurmdbd).{0,60}(?:restart|fail-?over|unreachable|timed out)|dial tcp \S+:(?:6?443).{0,30}(?:refused|timeout)|etcdserver: (?:leader changed|request timed out)|(?:api ?server|control plane).{0,40}(?:upgrad\w+|restart\w*|unavailable)|Unable to contact slurm controller|slurm_receive_msgs.*timed out|Socket timed out on send/recv|(?:api ?server|etcd\w*|controller|scheduler)\b.{0,60}(?:unavailable|unreachable|connection refused|timed out|leader changed|fail-?over)|BackupController",
-        "slurm controller|slurm_receive|socket timed out|apiserver|api server|etcd|controller|scheduler|watching|apiserver|slurmctld|slurmdbd|dial tcp|etcdserver|control plane|api server",
+        r"step creation temporarily disabled|Job/step already completing|error watching (?:pods|jobs)|kube-?apiserver.{0,60}(?:upgrad|restart|ready after|roll)|(?:slurmctld|slurmdbd).{0,60}(?:restart|fail-?over|unreachable|timed out)|dial tcp \S+:(?:6?443).{0,30}(?:refused|timeout)|etcdserver: (?:leader changed|request timed out)|(?:api ?server|control plane).{0,40}(?:upgrad\w+|restart\w*|unavailable)|Unable to contact slurm controller|slurm_receive_msgs.*timed out|Socket timed out on send/recv|(?:api ?server|etcd\w*|controller|scheduler)\b.{0,60}(?:unavailable|unreachable|connection refused|timed out|leader changed|fail-?over)|BackupController",
+        "slurm controller|slurm_receive|socket timed out|apiserver|api server|etcd|controller|scheduler|watching|apiserver|slurmctld|slurmdbd|dial tcp|etcdserver|control plane|api server|temporarily disabled|already completing",
         "the scheduler itself did not answer",
         weight=0.7,
         source="Slurm, Kubernetes",
@@ -148,8 +192,8 @@ SCHEDULER: tuple[Rule, ...] = (
     ),
     infra(
         "noisy_system_daemon",
-        r"(?:daemon|collector|agent|exporter|telemetry|monitor\w*|antivirus|backup|cron|updatedb|falcon|kswapd|journald)\S*.{0,60}(?:\d{3,} ?Gi?B|leak|exhaust|hog|runaway|\d{3,} ?%|high (?:cpu|memory)|rss \d{2,} ?G)",
-        "daemon|collector|agent|exporter|telemetry|monitor|antivirus|backup|cron|updatedb|falcon|kswapd|journald",
+        r"\b(?!python|train)[a-z][\w-]{2,30} (?:uses|holds|takes|at|with|rss) \d{2,} ?Gi?B?\b.{0,10}\(?(?:[\d.]+ ?Gi?B? (?:on|at) (?:the )?others|others?|normally)|(?:daemon|collector|agent|exporter|telemetry|monitor\w*|antivirus|backup|cron|updatedb|falcon|kswapd|journald)\S*.{0,60}(?:\d{3,} ?Gi?B|leak|exhaust|hog|runaway|\d{3,} ?%|high (?:cpu|memory)|rss \d{2,} ?G)",
+        "daemon|collector|agent|exporter|telemetry|monitor|antivirus|backup|cron|updatedb|falcon|kswapd|journald|on others|on the others|others|normally",
         "a system service of the machine takes the job's resources",
         weight=0.83,
         source="NVIDIA/nccl#1405",

@@ -76,8 +76,8 @@ STORAGE: tuple[Rule, ...] = (
     ),
     infra(
         "storage_full",
-        r"No space left on device|\bENOSPC\b|Errno 28\b|disk (?:is )?full|100% /(?!dev/shm)|no inodes|StorageFull|DiskPressure|ephemeral[- ]storage.{0,40}(?:exceed|evict|low)",
-        "no space left|enospc|errno|disk full|disk is full|% /|inodes|storagefull|diskpressure|ephemeral",
+        r"df \S+:? +100 ?%|IUse%? 100|No space left on device|\bENOSPC\b|Errno 28\b|disk (?:is )?full|100% /(?!dev/shm)|no inodes|StorageFull|DiskPressure|ephemeral[- ]storage.{0,40}(?:exceed|evict|low)",
+        "no space left|enospc|errno|disk full|disk is full|% /|inodes|storagefull|diskpressure|ephemeral|df |iuse",
         "a file system is full",
         action="free_storage_then_resume",
         weight=0.86,
@@ -170,12 +170,12 @@ STORAGE: tuple[Rule, ...] = (
     ),
     data(
         "truncated_checkpoint",
-        r"PytorchStreamReader failed|failed finding central directory|invalid header or archive is corrupted|HeaderTooLarge|InvalidHeaderDeserialization|MetadataIncompleteBuffer|SafetensorError|unexpected EOF, expected \d+ more bytes|pickle data was truncated|invalid load key|_pickle\.UnpicklingError|EOFError: Ran out of input|(?:"
+        r"(?:generation|gen-?) ?\d+.{0,60}(?:mismatch|damaged|corrupt|incomplete)|(?:damaged|corrupt\w*|unusable) checkpoint|PytorchStreamReader failed|failed finding central directory|invalid header or archive is corrupted|HeaderTooLarge|InvalidHeaderDeserialization|MetadataIncompleteBuffer|SafetensorError|unexpected EOF, expected \d+ more bytes|pickle data was truncated|invalid load key|_pickle\.UnpicklingError|EOFError: Ran out of input|(?:"
         + _CKPT
         + r").{0,120}(?:truncated|corrupt\w*|checksum|incomplete|mismatched? (?:size|hash)|damaged|crc|(?:hash|sha\d+|md5|digest) mismatch)|(?:corrupt\w*|truncated|incomplete|checksum|crc|(?:hash|sha\d+|md5|digest) mismatch).{0,80}"
         + _CKPT
         + r"|ran out of bytes|unexpected pos \d+ vs \d+",
-        "pytorchstreamreader|central directory|archive is corrupted|headertoolarge|invalidheader|metadataincomplete|safetensorerror|unexpected eof|truncated|invalid load key|unpicklingerror|ran out of|corrupt|checksum|incomplete|mismatch|damaged|crc|unexpected pos",
+        "pytorchstreamreader|central directory|archive is corrupted|headertoolarge|invalidheader|metadataincomplete|safetensorerror|unexpected eof|truncated|invalid load key|unpicklingerror|ran out of|corrupt|checksum|incomplete|mismatch|damaged|crc|unexpected pos|generation|gen-|gen ",
         "a checkpoint file is cut off or damaged",
         action="use_previous_checkpoint",
         weight=0.82,

@@ -40,6 +40,13 @@ LINES_AFTER_FRAME = 3
 TAIL_LINES = 40
 """The last lines are always read: the end of a log nobody knows is its best part."""
 
+GARBLED_SHARE = 0.04
+"""Control characters among those of a line, from which on it is no text unless its bytes are valid UTF-8."""
+WRONG_SHARE = 0.15
+"""Bytes of no valid UTF-8; a line with more of them is no text unless there is a long word in it."""
+_WORD = re.compile(rb"[a-z]{6}")
+
+_CONTROL = bytes(code for code in [*range(1, 8), 11, 12, *range(14, 27), *range(28, 32), 127])
 _UPPER = bytes(range(ord("A"), ord("Z") + 1))
 _SMALL = bytes.maketrans(_UPPER, _UPPER.lower())
 _DIGITS = b"0123456789.,:-+\r\t"
@@ -57,6 +64,17 @@ class Raw(Struct, frozen=True):
 def shape(line: bytes) -> bytes:
     """The line without what changes from one repetition to the next."""
     return line.translate(_SMALL, _DIGITS)
+
+
+def garbled(kind: bytes) -> bool:
+    """Whether a shape is that of binary data, in which any short word may turn up by chance."""
+    try:
+        kind.decode()
+        return False
+    except UnicodeDecodeError:
+        odd = len(kind) - len(kind.translate(None, _CONTROL))
+        wrong = kind.decode("utf-8", "replace").count("\ufffd")
+        return odd > GARBLED_SHARE * len(kind) or (wrong > WRONG_SHARE * len(kind) and not _WORD.search(kind))
 
 
 def cut(line: bytes) -> bytes:
@@ -101,6 +119,7 @@ class Scanner:
         self._words = _pattern(tuple(words))
         self._strong = re.compile(b"|".join(STRONG))
         self._dull: set[bytes] = set()
+        self._garbled: set[bytes] = set()
         self._hits: dict[bytes, int] = {}
         self._parts: list[bytes] = []
         self._held = 0
@@ -136,7 +155,8 @@ class Scanner:
             self._parts.append(b"\n")
             yield from self._block()
         for raw in self._tail:
-            if raw.number > self._last_given:
+            kind = shape(raw.data)
+            if raw.number > self._last_given and (not garbled(kind) or self._strong.search(kind)):
                 yield raw
         self._tail.clear()
 
@@ -169,7 +189,7 @@ class Scanner:
             kind = shapes[i]
             met = self._hits.get(kind)
             if met is None and not self._owed:
-                if len(self._dull_read) >= DULL_LINES or self._dull_read.get(kind, 0) > 1:
+                if kind in self._garbled or len(self._dull_read) >= DULL_LINES or self._dull_read.get(kind, 0) > 1:
                     continue
                 self._dull_read[kind] = self._dull_read.get(kind, 0) + 1
             if met is not None:
@@ -188,7 +208,7 @@ class Scanner:
         """Where in the block a line may have to be read, in order."""
         wanted = self._hits.keys() & kinds
         if len(self._dull_read) < DULL_LINES:
-            wanted |= {kind for kind in kinds if self._dull_read.get(kind, 0) < 2}
+            wanted |= {kind for kind in kinds - self._garbled if self._dull_read.get(kind, 0) < 2}
         if not wanted:
             return range(min(self._owed, len(shapes)))
         if self._owed or any(_FRAME in kind for kind in wanted):
@@ -210,7 +230,12 @@ class Scanner:
             return
         if len(self._dull) > SHAPES_REMEMBERED:
             self._dull.clear()
+            self._garbled.clear()
         for kind in sorted(fresh):
+            if garbled(kind) and not self._strong.search(kind):
+                self._garbled.add(kind)
+                self._dull.add(kind)
+                continue
             room = len(self._hits) < HIT_SHAPES
             if (room and self._words.search(kind)) or (
                 not room and len(self._hits) < 2 * HIT_SHAPES and self._strong.search(kind)
