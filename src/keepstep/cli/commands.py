@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 import keepstep
-from keepstep.cli import ckpt, people
+from keepstep.cli import ckpt, people, sdc
 from keepstep.cli.errors import UsageError
 from keepstep.cli.options import Job as JobName
 from keepstep.cli.options import Json, Output, Server, State, Token, form
@@ -161,6 +161,9 @@ def stacks(
     job: JobName = "",
     *,
     rank: Annotated[list[int] | None, Parameter(negative="", help="Only this rank; may be repeated")] = None,
+    group: Annotated[
+        bool, Parameter(negative="", help="One tree of calls, each set of ranks where it goes its own way")
+    ] = False,
     every: Annotated[bool, Parameter(negative="", help="Each process, not one of each place")] = False,
     threads: Annotated[bool, Parameter(negative="", help="All threads, not the main one alone")] = False,
     native: Annotated[
@@ -177,7 +180,14 @@ def stacks(
 
     where = Where(server=server, token_file=token_file, state_dir=state_dir)
     return show_stacks(
-        where, job, ranks=rank or [], native=native, every=every, threads=threads, form=form(output, json)
+        where,
+        job,
+        ranks=rank or [],
+        native=native,
+        every=every,
+        threads=threads,
+        group=group,
+        form=form(output, json),
     )
 
 
@@ -271,6 +281,24 @@ def controller(
 
 
 app.command(ckpt.app)
+app.command(sdc.app)
+
+
+@app.command
+def selftest(
+    *,
+    test: Annotated[Literal["all", "gemm", "memory"], Parameter(help="What to examine")] = "all",
+    seconds: Annotated[float, Parameter(help="Budget; one round is done in any case")] = 10.0,
+    seed: Annotated[int, Parameter(help="Equal seeds give equal digests on sound machines")] = 1,
+    share: Annotated[float, Parameter(help="Of this machine's processors, for a machine that has work to do")] = 1.0,
+    output: Output = "table",
+    json: Json = False,
+) -> int:
+    """Examine this machine: products with known results, core by core and device by device. 1 when one fails."""
+    from keepstep.cli.selftest import examine
+
+    return examine(test, seconds=seconds, seed=seed, share=share, output=form(output, json))
+
 
 token = App(name="token", help="Secrets that agents, controllers and commands share.")
 app.command(token)

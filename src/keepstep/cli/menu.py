@@ -24,6 +24,8 @@ COMMANDS = {
     "stacks": "Where every process of a job stands now, ranks in the same place put together, the odd ones named",
     "ckpt": "Checkpoints: plan where copies lie and what they cost; list, verify, restore, hand over",
     "explain": "What a log or a fault code means: who is the culprit, what to do; works offline",
+    "sdc": "Silent data corruption: who is suspected, what was tested, the verdict",
+    "selftest": "Examine this machine: matrix products with known results on each core and device, memory patterns",
     "inject": "Break something on purpose, in a job started with --allow-inject",
     "stop": "End a job on all its nodes",
     "controller": "Run a controller in the foreground",

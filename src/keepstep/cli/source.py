@@ -41,6 +41,7 @@ class Source(Protocol):
     def stacks(self, job: str, request: int) -> dict[str, Any]: ...
     def events(self, after: int = 0, wait_s: float = 0.0) -> Iterator[dict[str, Any]]: ...
     def proposals(self, job: str) -> dict[str, Any]: ...
+    def investigations(self, job: str) -> dict[str, Any]: ...
     def post(self, *path: str, body: dict[str, Any]) -> dict[str, Any]: ...
 
 
@@ -81,6 +82,9 @@ class Live:
 
     def proposals(self, job: str) -> dict[str, Any]:
         return self.api.get("jobs", job, "proposals")
+
+    def investigations(self, job: str) -> dict[str, Any]:
+        return self.api.get("jobs", job, "sdc")
 
     def post(self, *path: str, body: dict[str, Any]) -> dict[str, Any]:
         return self.api.post(*path, body=body)
@@ -138,6 +142,11 @@ class Offline:
         from keepstep.controlplane.decide_views import proposals_view
 
         return _plain(proposals_view([one for one in self._mind.jobs() if one.id == job]))
+
+    def investigations(self, job: str) -> dict[str, Any]:
+        from keepstep.controlplane.sdc_views import investigations_view
+
+        return _plain(investigations_view([one for one in self._mind.jobs() if one.id == job]))
 
     def post(self, *path: str, body: dict[str, Any]) -> dict[str, Any]:
         raise Unreachable(

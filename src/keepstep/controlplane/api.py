@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from keepstep.controlplane import api_decide, desk, views
+from keepstep.controlplane import api_decide, api_sdc, desk, views
 from keepstep.controlplane.desk import Desk, as_json, read_body
 from keepstep.core.state import Job
 from keepstep.model.facts import InjectRequested, StacksRequested, StopRequested
@@ -175,6 +175,7 @@ def make_app(at: Desk) -> ASGIApp:
             Route("/v1/incidents/{incident}", api.incident),
             Route("/v1/events", api.events),
             *api_decide.routes(at),
+            *api_sdc.routes(at),
         ],
         exception_handlers={
             HTTPException: _on_http_error,
