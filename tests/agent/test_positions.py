@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from keepstep.agent.positions import read_positions
+from keepstep.agent.positions import IDLE_KEPT, read_positions
 from keepstep.model.env import FLIGHT_DIR
 from keepstep.model.flight import DTYPES, OPS, RING, ROWS, code
 from keepstep.model.ids import Rank, SlotId
@@ -62,11 +62,13 @@ def test_what_ends_out_of_order_leaves_the_others_open(tmp_path: Path) -> None:
 
 
 def test_the_ring_keeps_the_newest(tmp_path: Path) -> None:
-    """The slot that may be under the writer's pen is left out, so one fewer than there is room for."""
+    """But for the one that may be under the writer's pen; of a group at rest they are fewer."""
     track = flight(tmp_path).track("0", [0, 1])
     for number in range(1, 101):
         track.finish(track.launch(REDUCE, number))
-    assert [one.sequence for one in only(tmp_path).recent] == list(range(100 + 2 - RING, 101))
+    assert [one.sequence for one in only(tmp_path).recent] == list(range(101 - IDLE_KEPT, 101))
+    track.launch(REDUCE, 101)
+    assert [one.sequence for one in only(tmp_path).recent] == list(range(101 + 2 - RING, 102))
 
 
 def test_messages_are_counted_by_themselves(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ from keepstep.model.topology import Member
 
 TRIES = 20
 """Looks at a table that changes at every one of them, before we give up."""
+IDLE_KEPT = 6
+"""Operations told of a group in which nothing is open: most groups of a large job, so that reports stay small."""
 
 _WORDS = struct.Struct(f"={TEXT_AT // WORD}q")
 _ONE = struct.Struct("=q")
@@ -117,13 +119,14 @@ def _read(fd: int, now_ns: int) -> tuple[GroupPosition, ...] | None:
 
 def _group(name: str, members: str, stream: _Stream, messages: _Stream | None) -> GroupPosition:
     known = stream.known
+    kept = known if stream.open else known[-IDLE_KEPT:]
     return GroupPosition(
         group=name,
         members=members,
         launched=stream.launched,
         finished=stream.finished,
         last=known[-1] if known and known[-1].sequence == stream.launched else None,
-        recent=known,
+        recent=kept,
         pending=stream.open,
         messages=tuple(one for one in messages.known if one.sequence in messages.open) if messages else (),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import getpass
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,22 +14,31 @@ from keepstep.cli.render import check_form, paint
 from keepstep.cli.say import plural, say
 from keepstep.cli.show import job_name
 from keepstep.cli.source import Source, find
+from keepstep.cli.stacks_tree import tree
 from keepstep.cli.where import Where
+from keepstep.core.locate import collectives
+from keepstep.core.locate.collectives import line
+from keepstep.core.locate.hang import AWAY, HALTED
 from keepstep.core.locate.stacks import Consensus, consensus, short, without_starters
+from keepstep.model.ids import Rank
+from keepstep.model.position import Link, RankPosition
 from keepstep.model.stacks import ProcessStacks, ThreadStack
 from keepstep.model.topology import fold_ranks
 
 WAIT_S = 20.0
 """How long the nodes may take; what has come until then is shown."""
 POLL_S = 0.2
+HELD_S = 2.0
+"""How long somebody must have been inside of a collective before it is said who holds it up."""
 
 
 def show_stacks(
-    where: Where, job: str, *, ranks: Sequence[int], native: bool, every: bool, threads: bool, form: str
+    where: Where, job: str, *, ranks: Sequence[int], native: bool, every: bool, threads: bool, group: bool, form: str
 ) -> int:
     """Ask, wait, put together, show.
 
     Args:
+        group: as one tree of calls, in which each set of ranks goes its own way.
         every: each process by itself instead of one of each place.
         threads: all threads instead of the main one.
     """
@@ -41,13 +50,23 @@ def show_stacks(
     asked = source.post("jobs", name, "stacks", body=body)
     answer = _wait(source, name, int(asked["request"]))
     processes = msgspec.convert(answer["processes"], list[ProcessStacks])
+    positions = {one.rank: one for one in msgspec.convert(answer["positions"], list[RankPosition])}
     found = consensus(processes)
     if check_form(form) in ("json", "jsonl"):
         print(msgspec.json.encode(_json(answer, found)).decode())
         return 0 if processes else 1
     if not processes:
         raise DoorError(f"no node of {name} has shown a process within {WAIT_S:g} s", help="`keepstep job` tells why")
-    _page(processes, found, every=every, threads=threads)
+    if group:
+        _tree(processes, positions, found)
+    else:
+        _page(processes, positions, found, every=every, threads=threads)
+    if told := _waited_for(positions, found):
+        print(told)
+    for link in msgspec.convert(answer["links"], list[Link]):
+        say(f"rank {link.rank}: {link.peer} does not answer ({link.unacked:,} bytes, {link.timeouts} tries)")
+    if not positions:
+        say("no positions in collectives: only scripts that call keepstep.init() tell them")
     if missing := answer["missing"]:
         say(f"no answer yet from {', '.join(missing)}")
     return 0
@@ -74,10 +93,41 @@ def consensus_view(found: Consensus) -> dict[str, Any]:
 
 def print_stacks(processes: list[ProcessStacks]) -> None:
     """The page of ``keepstep stacks``: one process of each place."""
-    _page(processes, consensus(processes), every=False, threads=False)
+    _page(processes, {}, consensus(processes), every=False, threads=False)
 
 
-def _page(processes: list[ProcessStacks], found: Consensus, *, every: bool, threads: bool) -> None:
+def _waited_for(positions: Mapping[Rank, RankPosition], found: Consensus) -> str:
+    """Who holds the collectives up; empty while the job moves, where the next moment would tell something else."""
+    inside = [group.inside for one in positions.values() for group in one.groups]
+    if not any(one is not None and one.age_s >= HELD_S for one in inside):
+        return ""
+    away = [rank for place in found.places if place.waits in AWAY for rank in place.ranks if rank in found.odd]
+    halted = [rank for place in found.places if place.waits in HALTED for rank in place.ranks]
+    finding = collectives.find(positions.values(), elsewhere=away, halted=halted)
+    if finding is None:
+        return ""
+    who = f"Rank {fold_ranks(finding.ranks)} " if finding.ranks else ""
+    told = f"{who}{finding.reason}."
+    return told[0].upper() + told[1:]
+
+
+def _tree(processes: list[ProcessStacks], positions: Mapping[Rank, RankPosition], found: Consensus) -> None:
+    count = sum(process.role == "trainer" for process in processes)
+    print(f"{plural(count, 'rank')}, {plural(len(found.places), 'place')}")
+    for told in tree(processes, positions):
+        print(told)
+    print()
+    print(_verdict(found, count))
+
+
+def _page(
+    processes: list[ProcessStacks],
+    positions: Mapping[Rank, RankPosition],
+    found: Consensus,
+    *,
+    every: bool,
+    threads: bool,
+) -> None:
     trainers = {process.rank: process for process in processes if process.role == "trainer"}
     children = [process for process in processes if process.role == "child"]
     print(f"{plural(len(trainers), 'rank')}, {plural(len(found.places), 'place')}")
@@ -87,6 +137,8 @@ def _page(processes: list[ProcessStacks], found: Consensus, *, every: bool, thre
         title = paint(f"{place.who} {place.doing}", "yellow" if odd else "bold")
         print(f"{title} (most others do not)" if odd else title)
         for rank in place.ranks if every else place.ranks[:1]:
+            if rank in positions:
+                print(f"  rank {rank}: {line(positions[rank])}")
             _process(trainers[rank], threads=threads, named=every or len(place.ranks) > 1)
             for child in (child for child in children if child.rank == rank):
                 _process(child, threads=threads, named=True)

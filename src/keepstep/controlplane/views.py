@@ -112,6 +112,8 @@ def stacks_view(job: Job, request: int = 0) -> View:
         "taken_at": when(max((fact.at for fact in shown.values()), default=Nanos(0))),
         "missing": [place.node for place in places if place.node in asked and place.node not in shown],
         "processes": [process for fact in shown.values() for process in fact.processes],
+        "positions": [position for fact in shown.values() for position in fact.positions],
+        "links": [link for fact in shown.values() for link in fact.links],
     }
 
 

@@ -16,7 +16,7 @@ from keepstep.model.ids import Rank, SlotId
 from keepstep.model.topology import fold_ranks
 
 
-class Collective(Struct, frozen=True, kw_only=True):
+class Collective(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One operation.
 
     Attributes:
@@ -41,7 +41,7 @@ class Collective(Struct, frozen=True, kw_only=True):
         return self.op, self.elements, self.dtype
 
 
-class GroupPosition(Struct, frozen=True, kw_only=True):
+class GroupPosition(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One group.
 
     Attributes:

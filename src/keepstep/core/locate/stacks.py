@@ -217,7 +217,7 @@ def comparable(process: ProcessStacks) -> tuple[str, ...]:
     thread = process.main
     if thread is None:
         return ()
-    return tuple(_call(frame) for frame in reversed(without_starters(thread.frames)))
+    return tuple(called(frame) for frame in reversed(without_starters(thread.frames)))
 
 
 def tell(process: ProcessStacks) -> str:
@@ -242,7 +242,8 @@ def short(file: str) -> str:
     return found[1] if found else file
 
 
-def _call(frame: Frame) -> str:
+def called(frame: Frame) -> str:
+    """One call in a form that is equal on all ranks that have made it in the same place."""
     file = short(frame.file)
     # A line of a library says which version it is; a line of the user's own code says which of two loops.
     return f"{file}:{frame.function}" if file != frame.file else f"{file}:{frame.line}:{frame.function}"
