@@ -165,6 +165,14 @@ def test_an_agent_that_was_away_tells_no_window_of_another_length(rig: Rig) -> N
     assert [(fact.window, fact.ranks[0].last - fact.ranks[0].first) for fact in rig.told] == [(3, 30)]
 
 
+def test_a_timer_that_fires_a_little_early_has_met_its_boundary(rig: Rig) -> None:
+    """And the look that follows it a moment later is none of its own: no window is lost, none is told twice."""
+    for second in (0.0, 0.999, 1.0, 1.999, 2.0, 2.999, 3.0):
+        rig.look(second)
+        rig.steps(10)
+    assert [fact.window for fact in rig.told] == [1, 2]
+
+
 def test_the_next_look_is_at_the_end_of_the_window(rig: Rig) -> None:
     """The pause leads to the next boundary; without a window's length or an epoch it is a short one."""
     rig.look(0.3)

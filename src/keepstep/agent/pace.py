@@ -31,6 +31,8 @@ LINKS_TOLD = 16
 """Other hosts per rank: those with the most traffic."""
 LATE = 0.25
 """Share of a window by which its end may be missed; a look that comes later is not the end of this window."""
+EARLY_NS = 5_000_000
+"""A timer may fire that much before the boundary it was set to (event loops count milliseconds); it is meant still."""
 Books = Callable[[], list[Traffic]]
 
 
@@ -95,7 +97,7 @@ class Paces:
             return
         if current != self._epoch or abs(anchor - self._anchor) > length // 8:  # another epoch, or a rollback in it
             self._epoch, self._anchor, self._number, self._samples = current, anchor, -1, {}
-        number, past = divmod(now_ns - self._anchor, length)
+        number, past = divmod(now_ns + EARLY_NS - self._anchor, length)
         if past > LATE * length:
             self._number, self._samples = -1, {}  # too late for a boundary: the next window begins at the next one
             return
