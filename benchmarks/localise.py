@@ -73,8 +73,9 @@ class Job:
             "nodes": NODES,
             "nproc": RANKS // NODES,
             "flags": ("--standbys", "0", "--hang-detect", args.hang_detect, *case.flags, *args.flags),
-            "environ": clean_environment(),
+            "environ": clean_environment() | {"TMPDIR": str(home / "tmp")},
         }
+        (home / "tmp").mkdir()
         self.hosts = Hosts(NODES) if case.network else None
         self.files = StallingFiles(home / "files", RANKS) if case.storage else None
         self.cluster = NetCluster(home, self.hosts, **options) if self.hosts else Cluster(home, **options)
@@ -202,9 +203,9 @@ def tell(row: dict[str, Any]) -> str:
 
 
 def keep(job: Job, folder: Path) -> None:
-    """What is worth a look afterwards: the log and what the launchers said."""
+    """What is worth a look afterwards, as a state directory (``keepstep incident i1 --state-dir``)."""
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(job.cluster.run_dir, folder / "run", dirs_exist_ok=True)
+    shutil.copytree(job.cluster.run_dir, folder / "runs" / job.cluster.job, dirs_exist_ok=True)
     for output in job.home.glob("node-*.txt"):
         shutil.copy(output, folder)
 
@@ -226,7 +227,7 @@ def main() -> int:
     ask.add_argument("--trials", type=int, default=5, help="of each case")
     ask.add_argument("--hang-detect", default="3s", help="as of `keepstep run`: auto, or so many seconds")
     ask.add_argument("--flags", nargs="*", default=[], help="further ones of `keepstep run`")
-    ask.add_argument("--keep", type=Path, help="folder for each case's log")
+    ask.add_argument("--keep", type=Path, help="folder for each case's state directory")
     ask.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     ask.add_argument("--json", action="store_true")
     args = ask.parse_args()
@@ -249,4 +250,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # everything has been taken down on the way here
+        sys.exit("stopped")

@@ -127,12 +127,13 @@ def other_group(scene: Scene, number: int, rank: int, draw: random.Random) -> St
 
 
 def slow(scene: Scene, number: int, rank: int, draw: random.Random) -> Struck:
-    """It computes longer in every step, until it is told to stop that."""
-    struck = order(scene, number, rank, fault="slow", seconds=SLOW_S)
+    """It computes or sleeps longer in every step, until it is told to stop that."""
+    how = draw.choice(("burn", "sleep"))
+    struck = order(scene, number, rank, fault="slow", how=how, seconds=SLOW_S)
 
     def calm() -> None:
         with contextlib.suppress(TimeoutError):
-            order(scene, number + 1000, rank, fault="slow", seconds=0.0)
+            order(scene, number + 1000, rank, fault="slow", how=how, seconds=0.0)
 
     return Struck(struck.truth, struck.onset, calm)
 

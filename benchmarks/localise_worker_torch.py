@@ -17,6 +17,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ class Orders:
         self.folder, self.rank = folder, rank
         self.path = folder / f"rank{rank}"
         self.now: dict[str, Any] = {}
-        self.burn_s = 0.0
+        self.slow_s = 0.0
+        self.how: Callable[[float], object] = burn
 
     def look(self) -> None:
         """At the begin of a step."""
@@ -50,7 +52,8 @@ class Orders:
         self.now = json.loads(self.path.read_text())
         self.path.unlink()
         if self.now["fault"] == "slow":
-            self.burn_s = self.now["seconds"]
+            self.slow_s = self.now["seconds"]
+            self.how = burn if self.now["how"] == "burn" else time.sleep
             self.strike()
 
     def due(self, fault: str) -> bool:
@@ -147,8 +150,8 @@ class Trainer:
     def step(self, index: int) -> Tensor:
         time.sleep(self.args.pace)
         orders = self.orders
-        if orders.burn_s:
-            burn(orders.burn_s)
+        if orders.slow_s:
+            orders.how(orders.slow_s)
         if orders.due("loop") and orders.now["early"]:
             orders.strike()
             loop_for_ever()
