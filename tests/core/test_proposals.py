@@ -9,9 +9,9 @@ import pytest
 from keepstep.core.cases import Proposal
 from keepstep.core.decide.proposals import propose
 from keepstep.core.draft import Draft
-from keepstep.model.facts import OperatorSaid, StopRequested
-from keepstep.model.ids import NodeId
-from keepstep.model.records import AnyRecord, Noted, ProposalMoved
+from keepstep.model.facts import CheckpointNoted, OperatorSaid, StopRequested, StoreLost
+from keepstep.model.ids import NodeId, Rank
+from keepstep.model.records import AnyRecord, EpochOpened, Noted, ProposalMoved
 from keepstep.model.settings import Policy
 from tests.core.fleet import JOB, Fleet, replay, running
 
@@ -244,6 +244,85 @@ def test_frozen_stops_even_what_is_approved() -> None:
     assert fleet.job.automation == "auto"
     assert seated(fleet) == {"n0", "x0"}
     assert answer(said(fleet, "thaw")).endswith("automation is not frozen")
+
+
+def test_frozen_stops_what_a_person_has_approved() -> None:
+    """Whoever approved it: while the job is frozen a spare that comes changes nothing."""
+    fleet = running(policy=ASSIST)
+    suspect(fleet, "n1")
+    said(fleet, "approve", only(fleet).id)
+    said(fleet, "freeze")
+    fleet.connect("x0", standby=True)
+    calm(fleet)
+    assert seated(fleet) == {"n0", "n1"}
+    said(fleet, "thaw")
+    calm(fleet)
+    assert seated(fleet) == {"n0", "x0"}
+
+
+def test_a_swap_waits_until_the_state_is_somewhere_else() -> None:
+    """A rank without a copy would lose its state with its node; the note that it has one again starts the swap."""
+    fleet = running(standby_nodes=1, policy=ASSIST)
+    words = {"what": "gap", "tier": "peer", "step": 5, "rank": Rank(3), "why": "the buddy is slow"}
+    fleet.say(NodeId("n1"), CheckpointNoted, **words)
+    fleet.pump()
+    suspect(fleet, "n1")
+    said(fleet, "approve", only(fleet).id)
+    calm(fleet)
+    assert seated(fleet) == {"n0", "n1"}
+    fleet.say(NodeId("n1"), CheckpointNoted, **{**words, "what": "closed"})
+    calm(fleet)
+    assert seated(fleet) == {"n0", "x0"}
+
+
+def test_a_loss_does_not_take_the_only_copies_along() -> None:
+    """The node that is to go holds the copies of a node that is lost: it stays until they are somewhere else."""
+    fleet = running(standby_nodes=0, policy=ASSIST)
+    suspect(fleet, "n1")
+    said(fleet, "approve", only(fleet).id)
+    fleet.lose("n0")
+    fleet.broken(2)
+    fleet.pump()
+    fleet.later(1.0)
+    assert fleet.job.state == "WAITING"
+    fleet.connect("x0", standby=True)
+    fleet.connect("x1", standby=True)
+    fleet.pump()
+    replacements = [r.roster for r in fleet.log if isinstance(r, EpochOpened)][1:]
+    assert [sorted({str(at.node) for at in roster.places}) for roster in replacements] == [["n1", "x0"], ["x0", "x1"]]
+    calm(fleet)
+    assert only(fleet).state == "CARRIED_OUT"
+
+
+def test_a_swap_waits_for_a_calm_job() -> None:
+    """Not while a node of the job is unreachable, not when the training is about to end, not without a store."""
+    fleet = running(standby_nodes=1, policy=ASSIST)
+    suspect(fleet, "n1")
+    fleet.cut("n0")
+    said(fleet, "approve", only(fleet).id)
+    assert (only(fleet).state, fleet.job.incident) == ("APPROVED", None)
+    fleet.connect("n0")
+    calm(fleet)
+    assert seated(fleet) == {"n0", "x0"}
+
+    ending = running(standby_nodes=1, policy=ASSIST)
+    suspect(ending, "n1")
+    ending.done(0)
+    ending.pump()
+    said(ending, "approve", only(ending).id)
+    assert (only(ending).state, ending.job.incident) == ("APPROVED", None)
+
+    dry = running(policy=ASSIST)
+    suspect(dry, "n1")
+    for name in ("n0", "n1"):
+        dry.say(NodeId(name), StoreLost, why="the store process ended")
+    dry.connect("x0", standby=True, store=False)
+    dry.pump()
+    said(dry, "approve", only(dry).id)
+    assert (dry.job.state, only(dry).state) == ("RUNNING", "APPROVED"), "a job that trains must not wait for a swap"
+    dry.new_store("x0")
+    calm(dry)
+    assert seated(dry) == {"n0", "x0"}
 
 
 def test_the_dead_are_replaced_in_a_frozen_job() -> None:

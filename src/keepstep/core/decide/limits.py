@@ -16,6 +16,8 @@ from keepstep.model.ids import Nanos, NodeId
 from keepstep.model.records import Automation
 from keepstep.model.settings import Policy
 
+AUTO = "auto"
+"""Who decides where no person does."""
 HOUR_S = 3600.0
 """Span of the breaker; also how long a person's no (or undoing) about a node is remembered."""
 
@@ -72,7 +74,12 @@ def _against_nodes(job: Job, nodes: Collection[NodeId], now: Nanos, policy: Poli
     if kept := [name for name in nodes if name in (*policy.protected, *job.spec.protected)]:
         return f"node {', '.join(kept)} is protected: only a person may take it out"
     for one in job.proposals.values():
-        if one.state == "UNDONE" and one.at > now - nanos(HOUR_S) and (again := set(one.nodes) & set(nodes)):
+        if (
+            one.state == "UNDONE"
+            and one.by != AUTO
+            and one.at > now - nanos(HOUR_S)
+            and (again := set(one.nodes) & set(nodes))
+        ):
             return f"{one.by} has just taken {one.id} back: only a person may take node {min(again)} out again"
     return ""
 

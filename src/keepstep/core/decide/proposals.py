@@ -12,16 +12,15 @@ from collections.abc import Collection, Sequence
 from typing import Literal
 
 from keepstep.core.cases import Proposal
-from keepstep.core.decide.limits import HOUR_S, against_mode, mode_of, objection
+from keepstep.core.decide.limits import AUTO, HOUR_S, against_mode, mode_of, objection
 from keepstep.core.detect import deadlines
 from keepstep.core.draft import Draft, nanos
 from keepstep.core.state import EVIDENCE_KEPT, Job
 from keepstep.model.ids import IncidentId, Nanos, NodeId, Rank, show_epoch
 from keepstep.model.records import ProposalMoved, ProposalState
 from keepstep.model.settings import Policy
+from keepstep.model.topology import Roster
 
-AUTO = "auto"
-"""Who decides where no person does."""
 Kind = Literal["swap", "evict"]
 _COST = "a healthy node stands idle until it is taken back (`keepstep undo`)"
 
@@ -38,6 +37,7 @@ def propose(
     rejected: Sequence[str] = (),
     cost_if_wrong: str = _COST,
     incident: IncidentId | None = None,
+    testable: bool = False,
 ) -> None:
     """Propose to take living nodes out; say it as often as it is seen.
 
@@ -50,6 +50,7 @@ def propose(
         ranks: that are the reason, or that run there.
         reason: one sentence.
         rejected: alternatives, each with why it was not taken.
+        testable: only suspicion speaks against the nodes, so they come back when they pass a self-test (``examine``).
     """
     job = draft.job
     living = tuple(name for name in dict.fromkeys(nodes) if lives(job, name))
@@ -76,6 +77,7 @@ def propose(
             rejected=tuple(rejected),
             cost_if_wrong=cost_if_wrong,
             held=objection(job, living, draft.now, draft.policy),
+            testable=testable,
         )
     )
     draft.wake(deadlines.proposal(name), draft.policy.approve_s)
@@ -102,6 +104,11 @@ def refused_lately(draft: Draft, nodes: Collection[NodeId]) -> bool:
     )
 
 
+def cleared_before(job: Job, name: NodeId) -> bool:
+    """Whether a self-test has brought this node back already: if it fails again, the test does not see its fault."""
+    return any(one.state == "UNDONE" and one.by == AUTO and name in one.nodes for one in job.proposals.values())
+
+
 def approve_by_itself(draft: Draft, one: Proposal) -> None:
     """Approve what the limits allow; what they hold back stays open for a person."""
     if one.state == "PROPOSED" and not objection(draft.job, one.nodes, draft.now, draft.policy, own=one.id):
@@ -121,22 +128,33 @@ def may_go_on(job: Job, one: Proposal, now: Nanos, policy: Policy) -> str:
 
 
 def leaving(job: Job, now: Nanos, policy: Policy) -> tuple[NodeId, ...]:
-    """Nodes of the roster that approved proposals may take out now.
+    """Nodes of the roster that approved proposals may take out now, each with its state somewhere else.
 
-    Never a node together with the one that holds the copies of its state: the second one goes when the copies are
-    somewhere else.
+    So never a node together with the one that holds its copies, or whose copies it holds: the second one goes when the
+    copies have been made anew.
     """
     if job.roster is None:
         return ()
+    gone = {at.node for at in job.roster.places if not lives(job, at.node)}
     out: list[NodeId] = []
     for one in job.proposals.values():
         if one.state == "APPROVED" and not may_go_on(job, one, now, policy):
             for name in one.nodes:
-                at = job.roster.place(name)
-                busy = at is None or name in out or at.buddy in out or not lives(job, name)
-                if not busy and not any(other.buddy == name for other in job.roster.places if other.node in out):
+                if lives(job, name) and name not in out and _kept_elsewhere(job.roster, job, name, gone | set(out)):
                     out.append(name)
     return tuple(out)
+
+
+def _kept_elsewhere(roster: Roster, job: Job, name: NodeId, gone: Collection[NodeId]) -> bool:
+    """Whether no state is lost with this node, besides those that are gone. For a job's only node nobody can tell."""
+    at = roster.place(name)
+    if at is None:
+        return False
+    if len(roster.places) == 1:
+        return True
+    if at.buddy in gone or any(seat.rank in job.gaps for seat in roster.seats_on(name)):
+        return False
+    return not any(other.buddy == name and other.node in gone for other in roster.places)
 
 
 def move(

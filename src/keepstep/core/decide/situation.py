@@ -124,7 +124,9 @@ def _evictions(job: Job, incident: Incident, now: Nanos, policy: Policy, spares:
     blamed = repeat_offender(job, incident, now, policy)
     if blamed is None or (one := covering(job, (blamed,))) is None:
         return (), ""
-    why = may_go_on(job, one, now, policy) if one.state == "APPROVED" else one.held
+    why = (
+        (may_go_on(job, one, now, policy) or "its state has no copy elsewhere") if one.state == "APPROVED" else one.held
+    )
     return (), f"node {blamed} is to blame, but {why} ({one.id})"
 
 

@@ -7,6 +7,8 @@ a page, a plan and a measured cost; only its suspect was named beforehand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from keepstep.core.cases import Proposal
 from keepstep.core.decide.proposals import AUTO, leaving, lives, may_go_on, settle
 from keepstep.core.decide.situation import spare_nodes
@@ -29,7 +31,7 @@ def carry_out(draft: Draft) -> None:
     settle(draft)
     if not calm(job):
         return
-    going = [name for name in leaving(job, draft.now, draft.policy) if safe(job, name)][: len(spare_nodes(job))]
+    going = leaving(job, draft.now, draft.policy)[: len(spare_nodes(job))]
     if going:
         _swap(draft, going)
 
@@ -47,13 +49,7 @@ def calm(job: Job) -> bool:
     return pick_store(job, [at.node for at in job.roster.places]) is not None
 
 
-def safe(job: Job, name: NodeId) -> bool:
-    """Whether the state of the node's ranks is somewhere else, too. Of a job's only node it never is."""
-    assert job.roster is not None
-    return len(job.roster.places) == 1 or not any(seat.rank in job.gaps for seat in job.roster.seats_on(name))
-
-
-def _swap(draft: Draft, going: list[NodeId]) -> None:
+def _swap(draft: Draft, going: Sequence[NodeId]) -> None:
     job = draft.job
     assert job.roster is not None
     because = [one for one in job.proposals.values() if one.state == "APPROVED" and set(one.nodes) & set(going)]
