@@ -20,8 +20,6 @@ EVIDENCE_LINES = 8
 OTHERS_NAMED = 4
 EARLIEST = 0.05
 """Bonus of the candidate that was seen first."""
-SKEW_S = 120.0
-"""Seconds by which the clocks of two nodes may differ."""
 STALE_S = 6 * 3600.0
 """Seconds before the last trouble, after which a fault is history and not the cause."""
 SHARPNESS = 9.0
@@ -49,7 +47,7 @@ def _causes(log: Log) -> list[Cause]:
         rule = best.rule
         if rule.role in ("cascade", "teardown") or (rule.role == "benign"):
             continue
-        for part in _parts(id, findings):
+        for part in _parts(id, _earliest_first(findings, log)):
             made.append(
                 refine(
                     Cause(
@@ -99,24 +97,44 @@ def _parts(id: str, findings: list[Finding]) -> list[list[Finding]]:
 
 
 def _first(causes: list[Cause], log: Log) -> list[Cause]:
-    """Prefer what was seen first: by time where every candidate tells one, else by place in the log.
+    """Prefer what was seen first: by corrected time where every candidate tells one, else by place in the log.
 
-    Clocks of different nodes may disagree, so a small lead over another node is no lead.
+    A lead over another node that is smaller than what their clocks may differ by is no lead.
     """
     serious = [cause for cause in causes if cause.weight >= ENOUGH]
     if len(serious) < 2:
         return causes
     leads = [cause.findings[0] for cause in serious]
-    times = [one.time for one in leads if one.time is not None]
-    if len(times) == len(leads):
+    times = _times(leads, log)
+    if times:
         first = serious[times.index(min(times))]
         node = first.findings[0].node
-        rivals = [at for at, one in zip(times, leads, strict=True) if one.node != node]
-        if rivals and min(rivals) - min(times) < SKEW_S:
+        if any(
+            at - min(times) < log.clocks.tolerance(node, one.node)
+            for at, one in zip(times, leads, strict=True)
+            if one.node != node
+        ):
             return causes
     else:
         first = min(serious, key=lambda cause: cause.findings[0].number)
     return [replace(cause, weight=cause.weight + EARLIEST) if cause is first else cause for cause in causes]
+
+
+def _times(findings: list[Finding], log: Log) -> list[float]:
+    """Corrected times of all of them; none where one does not tell its time."""
+    times = [log.clocks.corrected(one.node, one.time) for one in findings if one.time is not None]
+    return times if len(times) == len(findings) else []
+
+
+def _earliest_first(findings: list[Finding], log: Log) -> list[Finding]:
+    """The findings with the one in front that came first, whatever order their files were read in."""
+    times = _times(findings, log)
+    if not times:
+        return findings
+    first = times.index(min(times))
+    if times[0] - times[first] <= log.clocks.tolerance(findings[0].node, findings[first].node):
+        return findings
+    return [findings[first], *findings[:first], *findings[first + 1 :]]
 
 
 def _mismatch(log: Log) -> Cause | None:

@@ -10,6 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from keepstep.core.diagnose import places as where
+from keepstep.core.diagnose.clocks import Clocks
 from keepstep.core.diagnose.prefix import Line, clean, read
 from keepstep.core.diagnose.rule import Rule, compiled
 from keepstep.core.diagnose.rules import GENERIC, SCANNED, candidates
@@ -130,6 +131,7 @@ class Log:
         self.counts: Counter[str] = Counter()
         self.tags: dict[str, list[Finding]] = {}
         self.places = where.Places()
+        self.clocks = Clocks()
         self.works: dict[int, Work] = {}
         self.first_stop: int | None = None
         self.frames: list[tuple[int, Frame]] = []
@@ -165,6 +167,7 @@ class Log:
         """Learn from one line; whether it mattered."""
         line = self._stacks.stripped(line)
         self.places.learn(line)
+        self.clocks.learn(line)
         self.tail.append(line)
         del self.tail[:-20]
         frames = self._stacks.take(line.stream, line.message)
