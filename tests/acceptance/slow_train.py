@@ -1,12 +1,14 @@
-"""A tiny DDP job in which one rank takes longer for itself for as long as a file says so.
+"""A tiny DDP job in which one rank, or one node, takes longer for itself for as long as a file says so.
 
-The file holds ``RANK SECONDS``; it is read once in a while, so that a test can make a rank slow and fast again.
+The file holds ``RANK SECONDS`` or ``NODE SECONDS``; it is read once in a while, so that a test can make a rank slow
+and fast again. No number of training depends on it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import time
 from pathlib import Path
 
@@ -29,14 +31,15 @@ def main() -> None:
     model = DistributedDataParallel(nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 1)).to(ks.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     ks.register(model=model, optimizer=optimizer)
+    node = Path(os.environ["KEEPSTEP_RUNTIME_DIR"]).name
     extra = 0.0
     for step in ks.steps(args.steps):
         with step:
             if step.index % 10 == 0:
                 extra = 0.0
                 with contextlib.suppress(OSError, ValueError):
-                    rank, seconds = args.slow.read_text().split()
-                    extra = float(seconds) if int(rank) == ks.rank else 0.0
+                    who, seconds = args.slow.read_text().split()
+                    extra = float(seconds) if who in (str(ks.rank), node) else 0.0
             draw = torch.Generator().manual_seed(step.index * 64 + ks.rank)
             x = torch.randn(16, 12, generator=draw)
             time.sleep(args.pace + extra)

@@ -1,4 +1,4 @@
-"""A rank that takes longer than the others, in a real job: named, with its cost, and taken back when it is over."""
+"""Ranks that take longer than the others, in real jobs: named, with what it costs, and swapped where that helps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.acceptance.checks import MakeCluster
+from tests.acceptance.checks import MakeCluster, assert_same_losses
 
 from keepstep.cli.demo_cluster import Cluster
-from keepstep.model.facts import RanksPaced
-from keepstep.model.records import Observed, StragglerNoted
+from keepstep.model.facts import RankResumed, RanksPaced
+from keepstep.model.records import IncidentMeasured, Observed, ProposalMoved, StragglerNoted
 from keepstep.store.exceptions import StoreError
 from keepstep.store.sqlite import open_log
 
@@ -32,6 +32,9 @@ class Log:
         self._path, self._after = cluster.run_dir / "log.sqlite", 0
         self.windows: list[RanksPaced] = []
         self.notes: list[StragglerNoted] = []
+        self.proposals: list[ProposalMoved] = []
+        self.resumed: list[RankResumed] = []
+        self.measured: list[IncidentMeasured] = []
 
     def look(self) -> Log:
         try:
@@ -44,8 +47,14 @@ class Log:
                 match entry.record:
                     case Observed(fact=RanksPaced() as fact):
                         self.windows.append(fact)
+                    case Observed(fact=RankResumed() as fact):
+                        self.resumed.append(fact)
                     case StragglerNoted() as note:
                         self.notes.append(note)
+                    case ProposalMoved() as proposal:
+                        self.proposals.append(proposal)
+                    case IncidentMeasured() as measured:
+                        self.measured.append(measured)
                     case _:
                         pass
         finally:
@@ -87,3 +96,45 @@ def test_a_slow_rank_is_named_and_forgiven(tmp_path: Path, make_cluster: MakeClu
     slow.unlink()
     cluster.until(lambda: any(note.over for note in log.look().notes), LIMIT_S, "the end of it")
     assert {note.ranks for note in log.notes} == {(SLOW,)}, "nobody else was blamed"
+
+
+def test_a_slow_node_is_swapped_between_two_steps(tmp_path: Path, make_cluster: MakeCluster) -> None:
+    """A living node's rank moves to the spare node without a fault: no step is lost, none is done twice, and every
+    loss is the one of an undisturbed run."""
+    slow = tmp_path / "slow"
+    slow.write_text("node-1 0.012")
+    steps = ("--slow", str(slow), "--steps")
+    cluster = make_cluster(
+        "swap",
+        script=HERE / "slow_train.py",
+        args=(*steps, "100000"),
+        nodes=2,
+        standby_nodes=1,
+        nproc=1,
+        flags=("--pace-window", "1s"),
+    )
+    cluster.start()
+    log = Log(cluster)
+    cluster.until(lambda: bool(log.look().measured), LIMIT_S, "the end of the swap")
+    (note,) = log.notes
+    assert (note.cause, note.nodes) == ("node", ("node-1",)), note
+    assert [one.to for one in log.proposals] == ["PROPOSED", "APPROVED", "CARRIED_OUT"]
+    cluster.until(lambda: cluster.floor() >= max(fact.step for fact in log.resumed) + 50, LIMIT_S, "fifty more steps")
+    (measured,) = log.measured
+    last = [fact for fact in log.resumed if fact.epoch == max(one.epoch for one in log.resumed)]
+    assert (measured.steps_lost, measured.survivors_kept, measured.replaced) == (0, 1, (1,))
+    assert {fact.newest - fact.step for fact in last} == {0}, last
+    assert cluster.node_of(1) == "spare-0"
+    done = cluster.floor()
+    reference = make_cluster(
+        "reference",
+        script=HERE / "slow_train.py",
+        args=(*steps, str(done), "--pace", "0"),
+        nodes=1,
+        nproc=2,
+        flags=("--standbys", "0"),
+    )
+    cluster.close()
+    reference.start()
+    assert reference.wait(LIMIT_S) == {"node-0": 0}, reference.tail()
+    assert_same_losses(cluster, reference.run_dir, done, world_size=2)

@@ -304,6 +304,17 @@ def test_a_slow_node_is_swapped_for_a_spare_one() -> None:
     roster = job.fleet.job.roster
     assert roster is not None
     assert [seat.node for seat in roster.members if seat.rank in (4, 5)] == ["x0", "x0"]
+    assert roster.boundary_s == job.fleet.mind.policy.boundary_s, "nothing is broken: ranks finish their step"
+
+
+def test_a_fault_is_never_asked_to_wait_for_the_end_of_a_step() -> None:
+    """A process that was killed leaves a roster without a boundary."""
+    job = Paced(standbys=1)
+    job.fleet.kill(0)
+    job.fleet.pump()
+    roster = job.fleet.job.roster
+    assert roster is not None
+    assert roster.boundary_s == 0.0
 
 
 def test_what_is_not_worth_a_swap_is_only_told() -> None:

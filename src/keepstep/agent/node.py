@@ -87,7 +87,8 @@ class Node:
         write_atomic(self.dir / names.ROSTER_FILE, msgspec.msgpack.encode(roster))
         if current is None or current.run != roster.run:
             self.write_checkpoint_config()
-        self.tell_keeper()
+        if not (roster.boundary_s > 0 and current is not None and current.seats_on(self.id)):
+            self.tell_keeper()  # else see ``boundary.entered``
         if news := announce(roster):
             self.say(news)
         return None

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, assert_never
 
-from keepstep.agent import proc, stacks, taints
+from keepstep.agent import boundary, proc, stacks, taints
 from keepstep.agent.exceptions import SpawnRefused
 from keepstep.agent.faults import Faults
 from keepstep.agent.links import links_of
@@ -153,6 +153,19 @@ class Supervisor:
     # ------------------------------------------------------------ rosters
 
     def _start_join(self, action: Join) -> None:
+        leaves = self._node.roster is not None and not action.roster.seats_on(self._node.id)
+        if leaves and action.roster.boundary_s > 0 and self._node.table.workers():
+            self._spawn_task(self._leave(action))
+        else:
+            self._accept_join(action)
+
+    async def _leave(self, action: Join) -> None:
+        """All ranks of this node move to another one although nothing is broken here: they finish their step, and its
+        copy goes to the buddy, before they end."""
+        await boundary.committed(self._node, limit_s=action.roster.boundary_s)
+        self._accept_join(action)
+
+    def _accept_join(self, action: Join) -> None:
         refusal = self._node.accept(action.roster)
         if refusal is not None:
             self._finish(action, refusal)
@@ -171,6 +184,8 @@ class Supervisor:
         self._joining, self._waiting = roster.key, [action] if action is not None else []
         self.on_join(roster)
         self._seat_the_living(roster)
+        if roster.boundary_s > 0:
+            self._spawn_task(boundary.entered(self._node, roster))
         self._join = self._spawn_task(self._converge(roster))
 
     def _seat_the_living(self, roster: Roster) -> None:
@@ -236,6 +251,8 @@ class Supervisor:
         seats = [seat for seat in self._node.seats() if seat.rank in action.ranks]
         try:
             positions = take_positions(self._node.dir, seats)
+            told = {position.rank for position in positions}
+            positions += await self._workers.positions(s for s in workers if s.attached and s.rank not in told)
             links, addresses = links_of({tree.rank: tree.pid for tree in trees})
             found = await stacks.take(trees, self._node.dir, native=action.native)
         except Exception as error:

@@ -131,6 +131,8 @@ class Roster(Struct, frozen=True, kw_only=True):
     snapshot_every: int = 1
     run: str = ""
     """Tells this run of the job from every other one of its name; checkpoints bear it."""
+    boundary_s: float = 0.0
+    """Nothing is broken, nodes are only swapped: ranks may finish the step that they are in, for at most so long."""
 
     def seats_on(self, node: NodeId) -> tuple[Member, ...]:
         return tuple(m for m in self.members if m.node == node)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from keepstep.model.ids import NO_EPOCH, Epoch, SlotId
+from keepstep.model.position import GroupPosition
 from keepstep.model.wire import (
     PROTOCOL,
     AgentToWorker,
@@ -26,16 +27,20 @@ from keepstep.model.wire import (
     FrameError,
     RaiseInjected,
     Refused,
+    ShowPositions,
     SlowDown,
     TakeSeat,
     Unpacker,
     WorkerCannotResume,
     WorkerHello,
+    WorkerPositions,
     pack,
 )
 from keepstep.trainer.orphan import Orphan
 
 RETRY_FIRST_S, RETRY_LAST_S = 0.02, 1.0
+LOOK_S = 5.0
+"""Between two looks at what waits, when nothing is heard."""
 QUEUE_LIMIT = 256
 """Frames that wait for an absent agent; the oldest goes first (they are superseded anyway)."""
 ORPHAN_S = 120.0
@@ -73,11 +78,17 @@ class Control:
         self._last_contact = time.monotonic()
         self.pending: TakeSeat | None = None
         """A seat of a newer epoch than the one this process is in. Read without a lock on the training path."""
+        self.planned: TakeSeat | None = None
+        """One that need not be taken before the end of the step that is under way (``Roster.boundary_s``)."""
+        self._planned_until = 0.0
+        self._waiting = False
         self.announced_ns = 0
         """When ``pending`` arrived (CLOCK_MONOTONIC)."""
         self.refused: Refused | None = None
         self.raise_injected = False
         self.slow_down_s = 0.0
+        self.positions: Callable[[], tuple[GroupPosition, ...]] = tuple
+        """Where groups stand that do not tell it in flight memory; called on a thread of its own."""
         self.done = False
         """The loop is complete: a newer epoch can no longer be entered in this process."""
         self._thread = threading.Thread(target=self._run, name="keepstep-control", daemon=True)
@@ -104,8 +115,17 @@ class Control:
     def complete(self) -> bool:
         """The loop is complete: no epoch is entered any more. False when one has been announced before that."""
         with self._lock:
+            self.boundary()
             self.done = self.pending is None
             return self.done
+
+    def boundary(self) -> None:
+        """The main thread is between two steps, or its step has come to nothing: take a planned seat now."""
+        if self.planned is None:
+            return
+        with self._lock:
+            if (seat := self.planned) is not None:
+                self._publish(seat)
 
     def wait(self, limit_s: float | None, alive: Callable[[], None] = lambda: None) -> bool:
         """Wait until a newer seat is there; false after ``limit_s``, or when no agent can be expected any more.
@@ -115,15 +135,20 @@ class Control:
         """
         deadline = None if limit_s is None else time.monotonic() + limit_s
         with self._lock:
-            while self.pending is None and self.refused is None:
-                alive()
-                now = time.monotonic()
-                if deadline is not None and now >= deadline:
-                    return False
-                if limit_s is None and now - self._last_contact > ORPHAN_S:
-                    return False
-                self._news.wait(1.0 if deadline is None else min(1.0, deadline - now))
-            return self.pending is not None
+            self.boundary()
+            self._waiting = True
+            try:
+                while self.pending is None and self.refused is None:
+                    alive()
+                    now = time.monotonic()
+                    if deadline is not None and now >= deadline:
+                        return False
+                    if limit_s is None and now - self._last_contact > ORPHAN_S:
+                        return False
+                    self._news.wait(1.0 if deadline is None else min(1.0, deadline - now))
+                return self.pending is not None
+            finally:
+                self._waiting = False
 
     def send(self, frame: Frame) -> None:
         """Hand a frame to the control thread; never blocks."""
@@ -156,6 +181,7 @@ class Control:
                     self._talk(sock)
             except OSError:
                 self._end_if_orphaned()  # else: the agent is being restarted
+                self._end_patience()
             except FrameError as error:
                 print(f"keepstep: the agent at {self._path} speaks nonsense: {error}", file=sys.stderr, flush=True)
             if self.refused is None:
@@ -189,7 +215,8 @@ class Control:
         sock.sendall(pack(hello) + b"".join(pack(frame) for frame in again))
         while True:
             self._send_queue(sock)
-            readable, _, _ = select.select([sock.fileno(), self._wake_read], [], [], 5.0)
+            pause_s = self._end_patience()
+            readable, _, _ = select.select([sock.fileno(), self._wake_read], [], [], pause_s)
             with self._lock:
                 self._last_contact = time.monotonic()
             if self._wake_read in readable:
@@ -221,6 +248,9 @@ class Control:
         match frame:
             case TakeSeat():
                 self._announce(frame)
+            case ShowPositions(request=request):
+                # torch's recorder has locks of its own: whoever waits for them must not be this thread.
+                threading.Thread(target=self._show, args=(request,), name="keepstep-positions", daemon=True).start()
             case RaiseInjected():
                 self.raise_injected = True
             case SlowDown(seconds=seconds):
@@ -232,21 +262,44 @@ class Control:
                     self.refused = frame
                     self._news.notify_all()
 
+    def _show(self, request: int) -> None:
+        self.send(WorkerPositions(request=request, groups=self.positions()))
+
     def _announce(self, seat: TakeSeat) -> None:
         epoch = seat.roster.epoch
         with self._lock:
-            known = max(self._epoch, self.pending.roster.epoch if self.pending else NO_EPOCH)
+            known = max(self._epoch, *(s.roster.epoch for s in (self.pending, self.planned) if s is not None), NO_EPOCH)
             if epoch <= known:
                 return  # a repetition, or a rival that came too late
             if self.done:
                 why = f"rank {seat.rank} has completed its loop and is in the script's epilogue"
                 self._queue.append(WorkerCannotResume(epoch=epoch, why=why))
-            else:
-                self.announced_ns = time.monotonic_ns()
-                self.pending = seat
-            if self._epoch != NO_EPOCH:
-                self._abort(f"epoch {seat.roster.key} opened")
-            self._news.notify_all()
+            patient = seat.roster.boundary_s > 0 and self._epoch != NO_EPOCH and self.pending is None
+            if patient and not self._waiting and not self.done:
+                self.planned, self._planned_until = seat, time.monotonic() + seat.roster.boundary_s
+                return
+            self._publish(seat)
+
+    def _publish(self, seat: TakeSeat) -> None:
+        """From now on the main thread may take this seat, and no collective of an older epoch is waited for."""
+        self.planned = None
+        if not self.done:
+            self.announced_ns = time.monotonic_ns()
+            self.pending = seat
+        if self._epoch != NO_EPOCH:
+            self._abort(f"epoch {seat.roster.key} opened")
+        self._news.notify_all()
+
+    def _end_patience(self) -> float:
+        """Publish a planned seat whose time is over; seconds until the next look."""
+        with self._lock:
+            if self.planned is None:
+                return LOOK_S
+            left = self._planned_until - time.monotonic()
+            if left > 0:
+                return min(LOOK_S, left)
+            self._publish(self.planned)
+            return LOOK_S
 
 
 def _drain(fd: int) -> None:

@@ -75,6 +75,7 @@ class Loop:
     def run(self) -> Iterator[Step]:
         self._enter()
         while True:
+            self._s.control.boundary()
             if self._s.control.pending is not None:
                 self._recover()
             elif self.done >= self._total:
@@ -241,6 +242,8 @@ class Loop:
 
     def _absorb(self, error: Exception, step: int) -> bool:
         """Whether a newer epoch explains this exception; waits for one if communication is broken."""
+        if self._s.groups.broken is not None:
+            self._s.control.boundary()  # others have left for it
         return broken.explained(self._s, step, interrupted=self.interrupted())
 
     def _save(self, version: Version) -> None:
