@@ -6,7 +6,9 @@ will be done (``PlanMade``), the fence (``EpochOpened``), and the orders behind 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from msgspec.structs import replace
 
 from keepstep.core.decide.ladder import Plan, choose
 from keepstep.core.decide.proposals import propose, settle
@@ -18,7 +20,7 @@ from keepstep.core.locate.past import alike
 from keepstep.core.recover import rosters
 from keepstep.core.recover.end import give_up
 from keepstep.core.standby.pool import forget_node, order_standbys, seat_standbys
-from keepstep.core.state import Node, seat_key
+from keepstep.core.state import Job, Node, seat_key
 from keepstep.model.actions import Join, KillProcess
 from keepstep.model.ids import Nanos, NodeId, action_id, incident_id, next_major, show_epoch
 from keepstep.model.records import EpochOpened, IncidentOpened, PlanMade, Rung, SuspectNamed
@@ -160,8 +162,18 @@ def _roster(draft: Draft, plan: Plan) -> Roster | None:
     picked = rosters.pick_store(job, [*stay, *moves.values()])
     if picked is None:
         return None
-    warm = plan.rung != "same_node"
-    return rosters.reseat(job, vacant_ranks(job), moves, picked[1], epoch, warm=warm, incident=incident.id)
+    warm, vacant = plan.rung != "same_node", vacant_ranks(job)
+    roster = rosters.reseat(job, vacant, moves, picked[1], epoch, warm=warm, incident=incident.id)
+    return replace(roster, boundary_s=draft.policy.boundary_s) if _unhurried(job, moves) and not vacant else roster
+
+
+def _unhurried(job: Job, moves: Collection[NodeId]) -> bool:
+    """Nodes are only slow and everything works: ranks may finish the step that they are in. Under suspicion of worse
+    (``evict``) nobody takes another step with them."""
+    if not moves or job.broken or job.stalled or job.frozen or job.cannot:
+        return False
+    because = [one for one in job.proposals.values() if one.state == "APPROVED" and set(one.nodes) & set(moves)]
+    return bool(because) and all(one.kind == "swap" for one in because)
 
 
 def _restart_nodes(draft: Draft, spares: list[Node], plan: Plan) -> list[Node]:
@@ -205,7 +217,8 @@ def enter(draft: Draft, roster: Roster) -> None:
         order_join(draft, node)
     new = roster.mode != "in_process"
     draft.clear(*_EVIDENCE, deadlines.STORE, deadlines.CAPACITY, deadlines.VERIFY, deadlines.SETTLE)
-    draft.wake(deadlines.REBUILD, draft.policy.first_start_s if new else draft.policy.rebuild_s)
+    limit_s = draft.policy.first_start_s if new else draft.policy.rebuild_s
+    draft.wake(deadlines.REBUILD, limit_s + roster.boundary_s)
 
 
 def order_join(draft: Draft, node: NodeId) -> None:
