@@ -86,7 +86,7 @@ class Api:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise DoorError(
+            raise Unreachable(
                 f"{self.where} answered {status} and no JSON object: is it a keepstep controller's HTTP port?",
                 help="the HTTP port is in controller.json and in the controller's first line",
             )

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from keepstep.cli import dirs
 from keepstep.cli.client import Api
-from keepstep.cli.errors import DoorError, NotFound, Unreachable, closest
+from keepstep.cli.errors import ConfigError, DoorError, NotFound, Unreachable, closest
 from keepstep.cli.plan import parse_endpoint
 from keepstep.cli.say import say
 from keepstep.cli.where import Where
@@ -182,7 +182,10 @@ def of_run(run_dir: Path, token_file: str = "", *, quiet: bool = False) -> Sourc
             api.get("status", timeout_s=FIRST_ANSWER_S)
             return Live(api, run_dir)
         except Unreachable:
-            pass
+            pass  # nobody, or by now somebody else at this port
+        except ConfigError:  # a copied run directory: its controller's token is not here, and neither is the controller
+            if token_file:
+                raise
     elif not (run_dir / "log.sqlite").exists():
         raise _elsewhere(run_dir)
     if not quiet and not (run_dir / "exit.json").exists():
