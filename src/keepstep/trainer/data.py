@@ -103,6 +103,20 @@ class StepData(Dealt, Generic[T_co]):
         self._pass_over()
         return batch
 
+    @property
+    def reads_as(self) -> int:
+        """Whose samples are read: the data-parallel rank."""
+        return self._rank
+
+    @property
+    def places_in_all(self) -> int:
+        """How many ranks read different samples."""
+        return self._world
+
+    def read_as(self, rank: int) -> None:
+        """Read the samples of another rank: to do its work once more and compare."""
+        self._rank = rank
+
     def leave_out(self, samples: Iterable[int]) -> None:
         """Never use these samples again; call it alike on all ranks, else they part.
 

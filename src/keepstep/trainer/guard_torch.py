@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from keepstep.trainer.dual_torch import DualRun, impossible
 from keepstep.trainer.exceptions import GroupsUnsupported, GuardStopped, StepUndone
 from keepstep.trainer.exchange_torch import everybody, gather
 from keepstep.trainer.fingerprint_torch import Hasher, compare
@@ -25,6 +26,7 @@ from keepstep.trainer.quarantine_torch import Quarantine
 from keepstep.trainer.readings_torch import Own, Readings, gradient_norms, over_all_ranks
 from keepstep.trainer.state_torch import State
 from keepstep.trainer.told import Told, describe, way_out
+from keepstep.trainer.verdict import Judged
 from keepstep.trainer.verdicts_torch import Verdicts
 
 SKIPS_IN_A_ROW = 8
@@ -79,6 +81,7 @@ class Guardian:
         self._traced: dict[int, str] = {}
         self._awaited: Trouble | None = None
         self._sounding: set[str] = set()
+        self._dual: DualRun | None = None
         self._batches: deque[tuple[int, dict[str, int]]] = deque(maxlen=2 * settings.every + 2)
 
     # ---------------------------------------------------------------- the two calls
@@ -90,12 +93,16 @@ class Guardian:
             self._start_anew(epoch)
         self._step = step
         norms = self._settings.norms
+        if self._dual is not None and self._dual.trouble.step == step:
+            self._dual.begin()
         self._readings.begin(step, norms=norms > 0 and (self._awaited is not None or step % norms == 0))
         self._trace.begin()
         self._batches.append((step, {name: item.position for name, item in self._data.items()}))
 
     def commit(self, step: int, loss: Any) -> None:
         done = step + 1
+        if self._dual is not None and self._dual.trouble.step == step:
+            self._end_dual(loss)
         self._readings.commit(loss)
         if self._trace.armed and (first := self._trace.first()):
             self._traced[step] = first
@@ -155,6 +162,7 @@ class Guardian:
         self._awaited = None
         self._sounding.clear()
         self._batches.clear()
+        self._leave_dual()
         self._trace.disarm()
         self._agreed = None
         self._fresh = True
@@ -288,12 +296,41 @@ class Guardian:
         if order.action == "stop":
             raise GuardStopped(f"step {trouble.step}: {trouble.why}; {order.why}. {way_out(trouble)}")
         if order.action == "rollback":
-            self._go_back(trouble, order)
+            self._go_back(trouble, self._compared_first(trouble, order))
 
-    def _go_back(self, trouble: Trouble, order: Order) -> None:
+    # ---------------------------------------------------------------- another rank does the same work
+
+    def _compared_first(self, trouble: Trouble, order: Order) -> Order:
+        """Before an update is left out: have another rank do that step's work, where one can."""
+        self._leave_dual()
+        if not order.skip:
+            return order
+        if why := impossible(trouble, self._state, self._data):
+            self._verdicts.compared = f"no other rank could do the same work: {why}"
+            return order
+        self._dual = DualRun(trouble, self._data, self._trace, self._rank)
+        return Order("rollback", self._dual.words)
+
+    def _end_dual(self, loss: Any) -> None:
+        """The step has been done for comparison only: undo it, and leave its update out unless it is well by itself."""
+        assert self._dual is not None
+        dual, self._dual = self._dual, None
+        outcome = dual.end(loss)
+        self._verdicts.compared = outcome.why
+        skip = outcome.judged is None or outcome.judged.verdict == "hardware"
+        self._go_back(dual.trouble, Order("rollback", outcome.why, skip), judged=outcome.judged)
+
+    def _leave_dual(self) -> None:
+        if self._dual is not None:
+            self._dual.leave()
+            self._dual = None
+
+    def _go_back(self, trouble: Trouble, order: Order, judged: Judged | None = None) -> None:
         self._quiet()
         samples = self._samples_of(trouble.step)
         self._verdicts.undone(trouble, since=self._kept.step, skip=order.skip, samples=samples)
+        if judged is not None:
+            self._verdicts.by_comparison(judged)
         step = self._kept.put_back(self._state)
         self._windows.forget_from(step)
         self._readings.forget()
@@ -301,7 +338,7 @@ class Guardian:
         self._traced.clear()
         self._sounding.clear()
         self._batches.clear()
-        self._awaited = None if order.skip else trouble
+        self._awaited = None if order.skip or judged is not None else trouble
         if order.skip:
             self._skips.add(trouble.step)
             self._trace.disarm()
@@ -311,6 +348,7 @@ class Guardian:
             optimizer.zero_grad()
         self._rewind(step)
         skipped = f"; the update of step {trouble.step} is left out" if order.skip else ""
+        skipped = f"; {self._dual.words}" if self._dual is not None else skipped
         self._tell("rolled_back", trouble.step, f"training goes on from step {step}{skipped}", since=step)
         raise StepUndone(f"step {trouble.step} was undone; training goes on from step {step}")
 

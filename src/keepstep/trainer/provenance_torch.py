@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from keepstep.trainer import pieces_torch as pieces
+from keepstep.trainer.fingerprint_torch import Hasher
 from keepstep.trainer.readings_torch import LOW
 
 
@@ -27,6 +28,8 @@ class Trace:
         self._parameters = parameters
         self._hooks: list[Any] = []
         self._seen: list[tuple[str, Tensor]] = []
+        self._hasher: Hasher | None = None
+        self._prints: list[int] = []
 
     @property
     def armed(self) -> bool:
@@ -46,7 +49,17 @@ class Trace:
 
     def begin(self) -> None:
         """A new step."""
-        self._seen = []
+        self._seen, self._prints = [], []
+
+    def fingerprint(self, hasher: Hasher | None) -> None:
+        """From now on also take the bits of each gradient, with this hasher; ``None``: no more."""
+        self._hasher = hasher
+        if hasher is not None:
+            self.arm()
+
+    def prints(self) -> list[int]:
+        """Of this step's own gradients, in the order of backward."""
+        return list(self._prints)
 
     def first(self) -> str:
         """The first parameter, in the order of backward, whose gradient is not finite in this step; empty for none."""
@@ -59,6 +72,8 @@ class Trace:
         def hook(gradient: Tensor) -> None:
             here = pieces.local(gradient)
             values = here._values() if here.is_sparse else here
+            if self._hasher is not None:
+                self._prints += self._hasher.each([values])
             kind = torch.float32 if values.dtype in LOW else None
             self._seen.append((name, torch.isfinite(torch.linalg.vector_norm(values, dtype=kind))))
 

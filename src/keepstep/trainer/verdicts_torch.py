@@ -36,6 +36,8 @@ class Verdicts:
         """What ranks held when their replicas differed, and behind how many steps."""
         self._tied: tuple[int, ...] = ()
         self._since: int | None = None
+        self.compared = ""
+        """What another rank came to that did the same work, in words."""
         self._watch: Watch | None = None
         self._suspects: Mapping[str, list[int]] = {}
         """Own samples of the step whose update is left out."""
@@ -93,6 +95,11 @@ class Verdicts:
         elif again and trouble.everywhere:
             self._pronounce(everywhere(trouble))
 
+    def by_comparison(self, judged: Judged) -> None:
+        """Another rank has done the same work: it is the machine, and the batch is not to blame."""
+        self._watch = None
+        self._pronounce(judged)
+
     def well(self, step: int) -> None:
         """A step is in order; enough of them behind one that was left out tell what it was. Collective then."""
         if self._watch is None or (judged := self._watch.well(step)) is None:
@@ -105,6 +112,9 @@ class Verdicts:
             for name, numbers in row.items():
                 samples.setdefault(name, []).extend(numbers)
         said = tuple(f"{name}: {_numbers(numbers)}" for name, numbers in samples.items())
+        compared, self.compared = self.compared, ""
+        if compared:
+            judged = judged._replace(why=f"{judged.why}; {compared}")
         self._pronounce(judged, batches=said)
         if not samples:
             return

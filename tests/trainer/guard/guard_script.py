@@ -2,7 +2,8 @@
 
 ``FAULT``: ``<what>:<rank>:<step>:<times>``. ``weight`` flips a bit of a parameter after the update, ``moment`` one of
 Adam's. ``gradient`` makes one value of the last layer's output gradient huge, before any reduction, as a flipped bit of
-its exponent does. ``nan`` makes the rank's batch NaN, ``spike`` makes it large.
+its exponent does. ``nan`` makes the rank's batch NaN, ``spike`` makes it large: a processor that fails, whatever it is
+given. ``sample`` makes one of the samples NaN that the rank uses in that step, whoever reads it.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ def main() -> None:
     model = build(ks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     inputs = torch.randn(640, 16, generator=torch.Generator().manual_seed(1))
+    if WHAT == "sample":
+        place = StepData(inputs, 4, seed=3, rank=int(RANK), world_size=ks.world_size)
+        inputs[place.indices(int(STEP) * place.stride)[1]] = float("nan")
     data = StepData(inputs, 4, seed=3, rank=ks.rank, world_size=ks.world_size, collate=torch.stack)
     ks.register(model=model, optimizer=optimizer, data=data)
     torch.manual_seed(100 + ks.rank)

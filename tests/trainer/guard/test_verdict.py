@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from keepstep.trainer import verdict
 from keepstep.trainer.data import StepData
+from keepstep.trainer.dual_torch import compare
 from keepstep.trainer.guard import Guard, History, Trouble
 from keepstep.trainer.quarantine_torch import FILE, Quarantine
 from keepstep.trainer.told import Told
 from keepstep.trainer.verdict import WATCHED_STEPS, Seen, Watch
 from tests.trainer.guard.test_guardian import Run, plain
-from tests.trainer.guard.world import run
+from tests.trainer.guard.world import Outcome, run
 from tests.trainer.sdk.zygote import Zygote
 
 ON = {"mode": "on", "norms": 1, "every": 2, "window": 16, "compare_every": 4, "keep_every": 4}
@@ -208,7 +209,27 @@ def test_a_job_that_is_started_again_reads_what_it_left_out(tmp_path: Path) -> N
     assert again.left_out == {1, 2}
 
 
+# -------------------------------------------------------------------- another rank does the same work
+
+
+def test_the_odd_one_of_three_is_named() -> None:
+    """Two witnesses agree and the suspect does not; where they do not agree either, nobody can be named."""
+    bad = BAD._replace(ranks=(1,), tensor="w")
+    found = compare(bad, 1, {1: 5, 2: 7, 0: 7}, bad=True).judged
+    assert found is not None
+    assert (found.verdict, found.ranks, found.others) == ("hardware", (1,), (2, 0))
+    assert compare(bad, 1, {1: 5, 2: 5, 0: 5}, bad=True).judged is None
+    undecided = compare(bad, 1, {1: 5, 2: 7, 0: 8}, bad=True)
+    assert undecided.judged is None
+    assert "not deterministic" in undecided.why
+
+
 # -------------------------------------------------------------------- four processes
+
+
+@pytest.fixture(scope="module")
+def calm(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run(zygote, tmp_path_factory.mktemp("calm"), guard={"mode": "off"}, TOTAL="18")
 
 
 def test_a_passing_fault_is_put_down_to_its_rank(zygote: Zygote, tmp_path: Path) -> None:
@@ -218,15 +239,35 @@ def test_a_passing_fault_is_put_down_to_its_rank(zygote: Zygote, tmp_path: Path)
     assert "step 11, rank 3, p/model/3.weight: judged transient: its loss in step 10 was the first" in struck.said
 
 
-def test_a_bad_batch_of_one_rank_is_data(zygote: Zygote, tmp_path: Path) -> None:
-    """Rank 2 gets NaN each time it does step 9; without the update all is well, and its samples are named."""
-    struck = run(zygote, tmp_path / "d", guard=ON, fault="nan:2:9:99", TOTAL="24", KEEPSTEP_RUN_DIR=str(tmp_path))
+def test_a_bad_sample_is_data_whoever_reads_it(zygote: Zygote, tmp_path: Path) -> None:
+    """Rank 2 gets NaN from one of its samples; ranks 3 and 0 do the same work and come to the same bits. Without the
+    update all is well, and the batch is named. All ranks end with the same weights."""
+    struck = run(zygote, tmp_path / "d", guard=ON, fault="sample:2:9:0", TOTAL="24", KEEPSTEP_RUN_DIR=str(tmp_path))
     assert struck.codes == [0] * 4
     assert "step 9, rank 2, " in struck.said
     assert ": judged data: it came again with the same batch" in struck.said
+    assert "rank 3, 0 did the same work and came to the same bits: it is not the machine" in struck.said
     data: StepData[torch.Tensor] = StepData(torch.zeros(640), 4, seed=3, rank=2, world_size=4)
     line = json.loads((tmp_path / FILE).read_text())
     assert line["samples"] == {"data": data.indices(9 * data.stride)}
+    assert len({json.dumps(rank["weights"]) for rank in struck.ranks}) == 1
+
+
+def test_a_rank_that_fails_whatever_it_is_given_is_hardware(zygote: Zygote, tmp_path: Path) -> None:
+    """Two others do its work and come to other bits; no sample is blamed."""
+    struck = run(zygote, tmp_path / "m", guard=ON, fault="nan:2:9:99", TOTAL="24", KEEPSTEP_RUN_DIR=str(tmp_path))
+    assert struck.codes == [0] * 4
+    assert "judged hardware: rank 3, 0 did the same work from the same state and came to other bits" in struck.said
+    assert "judged data" not in struck.said
+    assert not (tmp_path / FILE).exists()
+
+
+def test_one_that_comes_twice_and_not_a_third_time_is_no_batch(zygote: Zygote, tmp_path: Path, calm: Outcome) -> None:
+    """The same input gave it twice and then not: done once more all is well, and no update is lost."""
+    struck = run(zygote, tmp_path / "c", guard=ON, fault="nan:1:9:2", TOTAL="18")
+    assert struck.codes == [0] * 4
+    assert "judged transient: the same input gave it twice and not the third time" in struck.said
+    assert struck.losses == calm.losses
 
 
 def test_the_rank_that_flips_again_is_judged_before_the_run_stops(zygote: Zygote, tmp_path: Path) -> None:
