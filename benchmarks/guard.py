@@ -4,13 +4,17 @@
 
 Each trial is a job of its own under ``keepstep run``: four ranks of the example's language model over gloo, one bit
 flipped at a random place of a random rank. ``found``: told at the first look behind the fault (``within`` steps at
-most). ``named``: with the right rank. ``identical``: every loss of every rank is bit for bit that of the undisturbed
-run. A gradient that is spoilt before the all-reduce spoils all replicas alike: it is found by its norm, and nobody can
-be named unless it comes back, so there ``named`` counts the reports that name nobody wrongly.
+most). ``named``: with the right rank. ``judged``: put down to that rank as a passing fault once the steps were done
+again. ``identical``: every loss of every rank is bit for bit that of the undisturbed run. A gradient that is spoilt
+before the all-reduce spoils all replicas alike: it is found by its norm, and nobody can be named unless it comes back,
+so there ``named`` and ``judged`` count the reports that name nobody wrongly. ``pair`` is a weight of one of two ranks:
+no majority names anybody at first, doing it again does.
 
-Costs are told in two ways. ``overhead_ratio``: two jobs without and with the guard take turns, mean step times of
-blocks of equal length, one ratio per round. ``guard_share``: the time inside the guard's own calls as a share of the
-training time, in one job, waiting for other ranks included; a machine's other work touches it far less.
+Costs are told in three ways. ``overhead_ratio``: two jobs without and with the guard take turns, mean step times of
+blocks of equal length, one ratio per round; on a machine with other work it tells that work. ``guard_share``: the time
+inside the guard's own calls as a share of the training time, in one job, waiting for other ranks included, per block of
+500 steps, so that each block has all that comes round. ``guard_cpu_share``: the same of the processor time of the
+training thread.
 """
 
 from __future__ import annotations
@@ -34,7 +38,11 @@ WORKER = Path(__file__).with_name("guard_worker_torch.py")
 LIMIT_S = 240.0
 STEPS = 32
 TRIAL = {"mode": "on", "norms": 1, "every": 2, "window": 16, "compare_every": 8, "keep_every": 8}
-KINDS = ("weight", "moment", "gradient")
+KINDS = ("weight", "moment", "gradient", "pair")
+JUDGED = re.compile(r"keepstep: guard: step (\d+)(?:, rank ([\d, ]+?))?(?:, [^:]*)?: judged (\w+): ")
+SHARE_STEPS = 500
+"""Steps per block of the guard's share: every period of its settings comes once."""
+SHARE_WORDS = ("--width", "128", "--batch", "64", "--block", str(SHARE_STEPS))
 TOLD = re.compile(r"keepstep: guard: step (\d+)(?:, rank ([\d, ]+?))?(?:, [^:]*)?: (replicas|nonfinite|spike): ")
 FIRST = 8
 """Steps before the first fault: the guard has to have seen some that are well."""
@@ -59,7 +67,9 @@ def losses(run_dir: Path) -> dict[str, dict[int, str]]:
     return found
 
 
-def train(home: Path, ranks: int, words: list[str]) -> tuple[dict[str, dict[int, str]], str]:
+def train(
+    home: Path, ranks: int, words: list[str], *, limit_s: float = LIMIT_S
+) -> tuple[dict[str, dict[int, str]], str]:
     """One job to its end: its losses, and what was said at the terminal."""
     cluster = Cluster(
         home, job="guard", script=WORKER, args=words, nodes=1, nproc=ranks, flags=("--standbys", "0"),
@@ -67,7 +77,7 @@ def train(home: Path, ranks: int, words: list[str]) -> tuple[dict[str, dict[int,
     )  # fmt: skip
     cluster.start()
     try:
-        codes = cluster.wait(LIMIT_S)
+        codes = cluster.wait(limit_s)
         said = cluster.tail(200)
         if any(codes.values()):
             raise SystemExit(f"the job ended with {codes}\n{said}")
@@ -79,15 +89,31 @@ def train(home: Path, ranks: int, words: list[str]) -> tuple[dict[str, dict[int,
 def trial(home: Path, ranks: int, kind: str, draw: random.Random, calm: dict[str, dict[int, str]]) -> dict[str, Any]:
     """One fault, and what became of it."""
     rank, step, seed = draw.randrange(ranks), draw.randrange(FIRST, STEPS - 8), draw.randrange(10**6)
-    words = ["--steps", str(STEPS), "--guard", json.dumps(TRIAL), "--fault", f"{kind}:{rank}:{step}:{seed}"]
+    what = "weight" if kind == "pair" else kind
+    words = ["--steps", str(STEPS), "--guard", json.dumps(TRIAL), "--fault", f"{what}:{rank}:{step}:{seed}"]
     after, said = train(home, ranks, words)
     told = [(int(m[1]), [int(r) for r in (m[2] or "").split(",") if r.strip()]) for m in TOLD.finditer(said)]
     at, ranks_named = told[0] if told else (-1, [])
     within = TRIAL["every"] if kind == "gradient" else TRIAL["compare_every"]
     assert isinstance(within, int)
     found = step <= at < step + within
-    named = ranks_named in ([], [rank]) if kind == "gradient" else ranks_named == [rank]
-    row = {"kind": kind, "rank": rank, "step": step, "found": found, "named": found and named, "at": at}
+    verdicts = [(m[3], [int(r) for r in (m[2] or "").split(",") if r.strip()]) for m in JUDGED.finditer(said)]
+    judged = bool(verdicts) and verdicts[0][0] == "transient"
+    if kind == "gradient":
+        named = ranks_named in ([], [rank])
+        judged = judged and verdicts[0][1] in ([], [rank])
+    else:
+        named = ranks_named == ([] if kind == "pair" else [rank])
+        judged = judged and verdicts[0][1] == [rank]
+    row = {
+        "kind": kind,
+        "rank": rank,
+        "step": step,
+        "found": found,
+        "named": found and named,
+        "judged": judged,
+        "at": at,
+    }
     print(f"{row} identical {after == calm}", file=sys.stderr)
     return {**row, "identical": after == calm}
 
@@ -108,11 +134,6 @@ def cost(home: Path, args: argparse.Namespace) -> dict[str, Any]:
         for lane in lanes.values():
             lane.close()
     found = ratios(times, "on", "off")
-    took = home / "took.json"
-    steps = 20 + args.block * max(3, args.repeats // 2)
-    words = ["--steps", str(steps), "--batch", str(args.batch), "--width", "128", "--time", str(took)]
-    train(home / "share", 2, [*words, "--guard", '{"mode": "on"}'])
-    share = json.loads(took.read_text())
     return {
         "rounds": args.repeats,
         "steps_per_block": args.block,
@@ -120,8 +141,26 @@ def cost(home: Path, args: argparse.Namespace) -> dict[str, Any]:
         "on_ms": spread(times["on"]),
         "overhead_ratio": round(statistics.median(found), 4),
         "overhead_ratio_spread": spread(found, 4),
-        "guard_share": round(share["guard_s"] / share["seconds"], 5),
-        "guard_share_steps": steps - 20,
+    }
+
+
+def share(home: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """What share of a job the guard's own calls are, with its own settings."""
+    took = home / "took.json"
+    warm = 20
+    words = ["--steps", str(warm + args.shares * SHARE_STEPS), "--warm", str(warm), *SHARE_WORDS, "--time", str(took)]
+    train(home / "share", 2, [*words, "--guard", '{"mode": "on"}'], limit_s=args.shares * 300.0)
+    told = json.loads(took.read_text())
+    of_time = [block["guard_s"] / block["seconds"] for block in told["blocks"]]
+    of_cpu = [block["guard_cpu_s"] / block["cpu_s"] for block in told["blocks"]]
+    return {
+        "guard_share": round(statistics.median(of_time), 5),
+        "guard_share_spread": spread(of_time, 5),
+        "guard_cpu_share": round(statistics.median(of_cpu), 5),
+        "guard_cpu_share_spread": spread(of_cpu, 5),
+        "guard_share_blocks": len(of_time),
+        "guard_share_step_ms": spread([block["seconds"] / SHARE_STEPS * 1e3 for block in told["blocks"]]),
+        "guard_share_parameter_mb": round(told["bytes"] / 1e6, 1),
     }
 
 
@@ -131,6 +170,7 @@ def main() -> int:
     ask.add_argument("--ranks", type=int, default=4)
     ask.add_argument("--repeats", type=int, default=20, help="rounds of turns; 0 leaves the costs out")
     ask.add_argument("--block", type=int, default=100, help="steps per turn")
+    ask.add_argument("--shares", type=int, default=3, help="blocks of 500 steps for the guard's share; 0 leaves it out")
     ask.add_argument("--batch", type=int, default=8)
     ask.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     ask.add_argument("--json", action="store_true")
@@ -141,12 +181,18 @@ def main() -> int:
     draw = random.Random(args.seed)
     found: dict[str, Any] = {"benchmark": "guard", "ranks": args.ranks, "trials": args.trials, "seed": args.seed}
     with scratch() as home:
-        calm, _ = train(home / "calm", args.ranks, ["--steps", str(STEPS)])
+        if args.trials:
+            calm, _ = train(home / "calm", args.ranks, ["--steps", str(STEPS)])
+            pair_calm, _ = train(home / "calm2", 2, ["--steps", str(STEPS)])
         for kind in KINDS if args.trials else ():
-            rows = [trial(home / f"{kind}{n}", args.ranks, kind, draw, calm) for n in range(args.trials)]
-            for what in ("found", "named", "identical"):
+            ranks = 2 if kind == "pair" else args.ranks
+            undisturbed = pair_calm if kind == "pair" else calm
+            rows = [trial(home / f"{kind}{n}", ranks, kind, draw, undisturbed) for n in range(args.trials)]
+            for what in ("found", "named", "judged", "identical"):
                 found[f"{kind}_{what}"] = sum(row[what] for row in rows)
             found[f"{kind}_steps_to_find"] = spread([float(row["at"] - row["step"]) for row in rows])
+        if args.shares:
+            found.update(share(home / "share", args))
         if args.repeats:
             found.update(cost(home / "cost", args))
     print(json.dumps(found) if args.json else json.dumps(found, indent=2))

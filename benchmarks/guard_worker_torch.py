@@ -10,6 +10,7 @@ With ``--time`` it also tells what share of its time the guard took.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
@@ -32,21 +33,27 @@ from train import Bytes, batch, corpus
 
 
 class Stopwatch:
-    """Sums up the time that calls take, those inside one another once."""
+    """Sums up the time that calls take, those inside one another once: of the clock, and of this thread's processor."""
 
     def __init__(self) -> None:
-        self.spent, self._depth = 0.0, 0
+        self.spent, self.worked, self._depth = 0.0, 0.0, 0
+
+    @property
+    def now(self) -> tuple[float, float, float, float]:
+        """Clock, processor, and of them what was spent in the watched calls."""
+        return time.perf_counter(), time.thread_time(), self.spent, self.worked
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._depth += 1
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.thread_time()
             try:
                 return call(*args, **kwargs)
             finally:
                 self._depth -= 1
                 if self._depth == 0:
                     self.spent += time.perf_counter() - began
+                    self.worked += time.thread_time() - worked
 
         return timed
 
@@ -64,6 +71,9 @@ def main() -> None:
     ask.add_argument("--width", type=int, default=64)
     ask.add_argument("--fault", default="none:0:0:0")
     ask.add_argument("--guard", type=json.loads, default={}, help="settings of keepstep.Guard as JSON")
+    ask.add_argument("--context", type=int, default=64)
+    ask.add_argument("--block", type=int, default=100, help="steps that are told together by --time")
+    ask.add_argument("--warm", type=int, default=20, help="steps before the first block")
     ask.add_argument("--time", type=Path, help="where rank 0 writes its seconds, and those of the guard")
     args = ask.parse_args()
     what, rank, at, seed = args.fault.split(":")
@@ -86,13 +96,13 @@ def main() -> None:
         flip(whole, draw, bit=30)
         return whole
 
-    began = spent = 0.0
+    marks: list[tuple[float, float, float, float]] = []
     for step in ks.steps(args.steps):
-        if step.index == 20:  # what comes before is warming up
-            began, spent = time.perf_counter(), watch.spent
+        if step.index >= args.warm and (step.index - args.warm) % args.block == 0:
+            marks.append(watch.now)
         strikes = left > 0 and step.index == int(at)
         with step:
-            inputs, targets = batch(text, seed=1, step=step.index, rank=ks.rank, size=args.batch, context=64)
+            inputs, targets = batch(text, seed=1, step=step.index, rank=ks.rank, size=args.batch, context=args.context)
             out = model(inputs)
             if strikes and what == "gradient":
                 left -= 1
@@ -107,8 +117,11 @@ def main() -> None:
                 flip(parameter if what == "weight" else optimizer.state[parameter]["exp_avg"], draw)
             step.commit(loss=loss)
     if args.time is not None and ks.rank == 0:
-        took = {"seconds": time.perf_counter() - began, "guard_s": watch.spent - spent}
-        args.time.write_text(json.dumps(took))
+        marks.append(watch.now)
+        spans = [[b - a for a, b in zip(one, other, strict=True)] for one, other in itertools.pairwise(marks)]
+        names = ("seconds", "cpu_s", "guard_s", "guard_cpu_s")
+        state = sum(p.numel() * p.element_size() for p in model.parameters())
+        args.time.write_text(json.dumps({"blocks": [dict(zip(names, s, strict=True)) for s in spans], "bytes": state}))
 
 
 if __name__ == "__main__":
