@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from keepstep import __version__
@@ -28,11 +29,13 @@ from keepstep.model.facts import (
     StandbyReady,
 )
 from keepstep.model.ids import Epoch, Rank, SlotId
+from keepstep.model.position import RankPosition
 from keepstep.model.wire import (
     PROTOCOL,
     AgentToWorker,
     FrameError,
     Refused,
+    ShowPositions,
     TakeSeat,
     Unpacker,
     WorkerAdvanced,
@@ -43,6 +46,7 @@ from keepstep.model.wire import (
     WorkerGuarded,
     WorkerHello,
     WorkerJoined,
+    WorkerPositions,
     WorkerResumed,
     WorkerToAgent,
     pack,
@@ -50,6 +54,19 @@ from keepstep.model.wire import (
 
 BACKLOG_BYTES = 8 * 1024 * 1024
 """A worker that lets this much pile up is cut off; its control thread connects again."""
+
+
+POSITIONS_S = 0.5
+"""How long ranks may take to say where torch's recorder has them; one whose control thread is stuck says nothing."""
+
+
+@dataclass
+class _Shown:
+    """One question after positions, and the answers so far."""
+
+    waits: set[SlotId]
+    found: list[RankPosition] = field(default_factory=list)
+    all: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Workers:
@@ -60,6 +77,8 @@ class Workers:
         self._writers: dict[SlotId, asyncio.StreamWriter] = {}
         self._pids: dict[SlotId, int] = {}
         self._owed: dict[SlotId, AgentToWorker] = {}
+        self._asked = 0
+        self._shown: dict[int, _Shown] = {}
         self._server: asyncio.Server | None = None
         self.on_resumed: Callable[[Epoch], None] = lambda epoch: None
         self.on_parked: Callable[[], None] = lambda: None
@@ -87,6 +106,30 @@ class Workers:
             return False
         writer.write(pack(frame))
         return True
+
+    async def positions(self, slots: Iterable[Slot], within_s: float = POSITIONS_S) -> tuple[RankPosition, ...]:
+        """Where the groups of these ranks stand by torch's recorder, of those that answer in time."""
+        self._asked += 1
+        self._shown[self._asked] = shown = _Shown(waits={s.id for s in slots if s.rank is not None})
+        shown.waits = {slot for slot in shown.waits if self.send(slot, ShowPositions(request=self._asked))}
+        if shown.waits:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await shown.all.wait()
+        del self._shown[self._asked]
+        return tuple(shown.found)
+
+    def _positions(self, slot: Slot, frame: WorkerPositions) -> None:
+        shown = self._shown.get(frame.request)
+        if shown is None or slot.id not in shown.waits or slot.rank is None:
+            return
+        shown.waits.discard(slot.id)
+        if frame.groups:
+            shown.found.append(
+                RankPosition(rank=slot.rank, slot=slot.id, groups=frame.groups, source="flight-recorder")
+            )
+        if not shown.waits:
+            shown.all.set()
 
     def send_or_owe(self, slot: SlotId, frame: AgentToWorker) -> None:
         """Also to a worker that is on its way back to a restarted agent; one frame each, the newest."""
@@ -210,6 +253,8 @@ class Workers:
             case WorkerGuarded():
                 told = {name: getattr(frame, name) for name in frame.__struct_fields__}
                 node.report(GuardNoted, **told)
+            case WorkerPositions():
+                self._positions(slot, frame)
             case WorkerFailed(error=failure):
                 slot.failure = failure
                 node.table.save()

@@ -16,6 +16,7 @@ from msgspec import Struct
 from keepstep.model.actions import AnyAction
 from keepstep.model.facts import AnyFact, UserError, WorkerExited, WorkerFrozen
 from keepstep.model.ids import Epoch, JobId, NodeId, Rank, SlotId
+from keepstep.model.position import GroupPosition
 from keepstep.model.topology import JobSpec, Roster
 
 PROTOCOL = 1
@@ -145,6 +146,13 @@ class WorkerGuarded(Frame, frozen=True, kw_only=True):
     others: tuple[Rank, ...] = ()
 
 
+class WorkerPositions(Frame, frozen=True, kw_only=True):
+    """The answer to ``ShowPositions``."""
+
+    request: int
+    groups: tuple[GroupPosition, ...]
+
+
 class WorkerFailed(Frame, frozen=True, kw_only=True):
     """An exception is leaving the user's code; the process will exit."""
 
@@ -168,6 +176,12 @@ class TakeSeat(Frame, frozen=True, kw_only=True):
 
 class RaiseInjected(Frame, frozen=True, kw_only=True):
     """Raise ``InjectedFault`` in the next step (chaos test)."""
+
+
+class ShowPositions(Frame, frozen=True, kw_only=True):
+    """Say where the groups stand by torch's own recorder: to ranks whose flight memory is empty (CUDA)."""
+
+    request: int
 
 
 class SlowDown(Frame, frozen=True, kw_only=True):
@@ -214,10 +228,11 @@ WorkerToAgent = (
     | WorkerAdvanced
     | WorkerDone
     | WorkerGuarded
+    | WorkerPositions
     | WorkerFailed
     | WorkerCannotResume
 )
-AgentToWorker = TakeSeat | RaiseInjected | SlowDown | Refused
+AgentToWorker = TakeSeat | ShowPositions | RaiseInjected | SlowDown | Refused
 PeerToPeer = PeerFault | PeerJoin | PeerAnswer
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -92,6 +92,10 @@ class Groups:
     def on_progress(self, hook: Callable[[int, int], None] | None) -> None:
         self._meter.on_progress = hook
 
+    def members(self) -> dict[str, tuple[int, ...]]:
+        """Ranks in the world of each group, by its name."""
+        return {name: tuple(seat.ranks) for name, seat in list(self._seats.items())}
+
     def tell_positions(self, flight: Flight) -> None:
         """Where each group stands is written there from now on; before the first group is made."""
         self._meter.flight = flight

@@ -27,6 +27,7 @@ from keepstep.trainer.groups_torch import GROUPS, Groups
 from keepstep.trainer.join_torch import Identity, join_roster
 from keepstep.trainer.losses import LossFile
 from keepstep.trainer.orphan import DEFAULT_GRACE_S, Orphan
+from keepstep.trainer.recorder_torch import recorded, switch_on
 from keepstep.trainer.snapshots_torch import Snapshots
 from keepstep.trainer.spent import SPENT
 from keepstep.trainer.state_torch import State
@@ -190,6 +191,9 @@ def join(version: str, timeout: timedelta | None) -> Session:
     GROUPS.on_progress = beat.collective
     GROUPS.tell_positions(Flight(node_dir / env.FLIGHT_DIR / slot))
     SPENT.watch_collections()
+    if torch.cuda.is_available():  # there the groups are torch's own, and so is what tells where they stand
+        switch_on()
+        control.positions = lambda: recorded(GROUPS.members())
     who, groups = join_roster(roster, seat, stand_in=roster.mode == "in_process", timeout=timeout)
     session = Session(
         control=control, beat=beat, groups=groups, seat=taken, who=who, node_dir=node_dir, run_dir=run_dir

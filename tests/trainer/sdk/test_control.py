@@ -6,8 +6,9 @@ import threading
 from pathlib import Path
 
 from keepstep.model.ids import Epoch, JobId, NodeId, Rank, SlotId
+from keepstep.model.position import GroupPosition
 from keepstep.model.topology import Member, Place, Roster
-from keepstep.model.wire import TakeSeat, WorkerCannotResume
+from keepstep.model.wire import ShowPositions, TakeSeat, WorkerCannotResume, WorkerPositions
 from keepstep.trainer.control import Control
 
 
@@ -124,3 +125,25 @@ def test_whoever_waits_or_ends_takes_a_planned_seat_at_once(tmp_path: Path) -> N
     standby = Control(tmp_path / "agent.sock", "s", "test", lambda why: None)
     standby._hear(seat(2, boundary_s=30.0))
     assert standby.pending is not None
+
+
+def test_positions_are_shown_when_they_are_asked_for(tmp_path: Path) -> None:
+    """On a thread of its own: what is asked may have to wait for locks of torch's."""
+    control = Control(tmp_path / "agent.sock", "s", "test", lambda why: None)
+    here = (GroupPosition(group="0", members="0-1", launched=3, finished=2),)
+    asked, stuck = threading.Event(), threading.Event()
+
+    def positions() -> tuple[GroupPosition, ...]:
+        asked.set()
+        assert stuck.wait(30)
+        return here
+
+    control.positions = positions
+    control._hear(ShowPositions(request=5))
+    assert asked.wait(30)
+    assert not control._queue
+    asking = next(thread for thread in threading.enumerate() if thread.name == "keepstep-positions")
+    stuck.set()
+    asking.join(30)
+    [answer] = control._queue
+    assert answer == WorkerPositions(request=5, groups=here)
