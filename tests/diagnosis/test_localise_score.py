@@ -30,7 +30,12 @@ S = 10**9
 
 
 def named(at: int, ranks: tuple[int, ...] = (), node: str | None = None, **more: Any) -> SuspectNamed:
-    told: dict[str, Any] = {"category": "infrastructure", "probability": 0.9, "reason": "because", "evidence": ()} | more
+    told: dict[str, Any] = {
+        "category": "infrastructure",
+        "probability": 0.9,
+        "reason": "because",
+        "evidence": (),
+    } | more
     return SuspectNamed(
         job=JOB,
         at=Nanos(at),
