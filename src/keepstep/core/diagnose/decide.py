@@ -16,6 +16,8 @@ from keepstep.core.diagnose.result import Alternative, Category, Culprit, Diagno
 
 ENOUGH = 0.34
 """Weight below which a candidate is a consequence of something that the log does not show."""
+SURE = 0.85
+"""Weight of a fault on one machine alone, from which on the user's errors are its consequences."""
 EVIDENCE_LINES = 8
 OTHERS_NAMED = 4
 EARLIEST = 0.05
@@ -204,6 +206,8 @@ def _named(causes: list[Cause], log: Log, cascade: dict[str, int]) -> Diagnosis:
 
 def _doubtful(best: Cause, causes: list[Cause]) -> bool:
     """Whether the user's code or data is nearly as likely: then no machine is thrown out."""
+    if best.weight >= SURE and any(word in best.why for word in ("only one machine", "peers are well")):
+        return False
     rivals = [cause.weight for cause in causes if cause.category in ("user_code", "data") and cause.id != best.id]
     strong = max((w for w in rivals if w >= 0.7), default=0.0)
     return strong > best.weight - 0.04

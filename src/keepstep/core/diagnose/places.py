@@ -19,7 +19,7 @@ _NODE_RANGE = re.compile(
     r"([a-z][a-z-]*)(\d+)\.\.(?:\1)?(\d+)|([a-z][\w-]*)\[(\d+)-(\d+)[,\d-]*\]|nodes (\d+)-(\d+)", re.IGNORECASE
 )
 _NOT_A_NODE = re.compile(
-    r"(?:rank|step|epoch|gpu|shard|utf|cuda|sha|ext|port|stage|layer|attempt|version|leaf|spine|switch|tor|sw|pcie|fp|bf|int|iso|"
+    r"(?:gpus?\d+-\d+$|rank|step|epoch|gpu|shard|utf|cuda|sha|ext|port|stage|layer|attempt|version|leaf|spine|switch|tor|sw|pcie|fp|bf|int|iso|"
     r"mlx|errno|worker|trainer|mi|raid|dgx-a|web|tok|part|batch|sample|model|llama|qwen|gpt|bert|python|torch|nccl|http|signal|pid|h|a|b)"
     r"[-_]?\d{0,6}$|.*\b(?:shard|web|tok|leaf|spine|switch|tor|qwen|llama|gpt|model|ckpt|step|iter|run|job|epoch|version)[-_]",
     re.IGNORECASE,
@@ -53,7 +53,7 @@ _DATA_FILE = re.compile(
 _PEER = re.compile(r"\[?(\d{1,3}(?:\.\d{1,3}){3})\]?")
 _CALLED = re.compile(
     r"(?:no (?:heartbeat|response|reply|answer|keep-?alive)s? (?:from|by)|heartbeat from|\bping|\bssh(?: to)?|\bnode(?: name)?|\bhost(?:name)?|\bmachine|"
-    r"\binstance|\baddress|\bip|\bnodename|\bnodelist|\bserver name|\b(?:kubelet|pods?|agent|raylet|worker)s? (?:on|at)|\bcordon(?:ed)?|"
+    r"\binstance|\baddress|\bip|\bnodename|\bnodelist|\bserver name|\b(?:kubelet|pods?|agent|raylet|worker)s? (?:on|at)|\bonly(?: on)?|\bcordon(?:ed)?|"
     r"\bdrain(?:ed)?|\bevict(?:ed)? node|\bresources? \[)[ :='\"(]{1,3}"
     r"(?P<name>(?!\d+\b)[a-z0-9][a-z0-9-]*\d[a-z0-9-]*(?:\.[a-z0-9][a-z0-9-]*)*)(?![\w/])",
     re.IGNORECASE,

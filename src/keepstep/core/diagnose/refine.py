@@ -23,6 +23,11 @@ SEVERAL_JOBS = 3
 _JOB = re.compile(r"\b(?:job|user)[ =#]?(\w{1,12})", re.IGNORECASE)
 MANY_FLAPS = 3
 """Times a link may go down before its cable is blamed."""
+_AWAY = re.compile(r"spot|interrupt|reclaim|preempt|terminat|retire|maintenance|shutting down|TERMINATE", re.IGNORECASE)
+_OFF = re.compile(r"power off/down|state (?:is )?off|powered off|outage|power (?:loss|cut)", re.IGNORECASE)
+_NO_SUCH_NAME = re.compile(
+    r"Name or service not known|NXDOMAIN|Errno -2|no such host|nodename nor servname", re.IGNORECASE
+)
 _SKIPS = re.compile(r"\bskipp(?:ed|ing)\b|on_error|ignor(?:ed|ing)|fall(?:ing|s)? back|substitut", re.IGNORECASE)
 """A bad sample that the program itself passed over."""
 _REGISTRY_AWAY = re.compile(
@@ -78,6 +83,11 @@ def _scope(cause: Cause, log: Log) -> Cause:
         return passing(cause, cause.id, "retry_with_backoff", cause.weight, "such failures pass")
     if log.has("only_here") and not spread(cause, log):
         return machine(cause, cause.weight + 0.05, "only one machine is affected")
+    if cause.id == "name_resolution" and spread(cause, log):
+        forever = log.has("again") or any(map(_NO_SUCH_NAME.search, [one.text for one in cause.findings]))
+        if forever:
+            return users(cause, cause.weight, "nobody can resolve it, at any time, so the name is wrong")
+        return replace(cause, action="retry_with_backoff", transient=True, why="it is the same everywhere")
     if spread(cause, log):
         if cause.category == "infrastructure" and cause.id not in ("name_resolution", "storage_read_only"):
             return users(cause, cause.weight, "it is the same everywhere, so it is not one machine")
@@ -145,6 +155,8 @@ def _fabric(cause: Cause, log: Log) -> Cause:
         return users(replace(cause, id="bad_nccl_env"), 0.7, "no machine has such a device")
     if log.has("only_here") or log.has("many_times"):
         return replace(cause, weight=cause.weight + 0.2, why="only this machine reports it")
+    if cause.id == "rdma_device_broken" and len(cause.nodes) == 1 and not log.has("link_up"):
+        return replace(cause, why="no other machine reports it")
     return replace(cause, action="restart_in_place", transient=None)
 
 
@@ -159,15 +171,39 @@ def _app_fault(cause: Cause, log: Log) -> Cause:
     jobs = {job for one in cause.findings for job in _JOB.findall(one.text)}
     places = {(one.node, one.gpu) for one in cause.findings if one.node and one.gpu}
     if len(jobs) >= SEVERAL_JOBS and len(places) == 1 and not log.has("everywhere"):
-        return machine(cause, cause.weight + 0.1, f"one GPU alone, in {len(jobs)} jobs", "isolate_and_verify")
+        return machine(
+            replace(cause, id="illegal_memory_access_one_gpu"),
+            cause.weight + 0.1,
+            f"one GPU alone, in {len(jobs)} jobs",
+            "isolate_and_verify",
+        )
     repeated = log.has("again") or log.has("many_times") or log.counts["graphics_exception"] > 1
     if log.has("only_here") and repeated:
-        return machine(cause, cause.weight + 0.1, "only this GPU makes it, again and again", "isolate_and_verify")
+        return machine(
+            replace(cause, id="illegal_memory_access_one_gpu"),
+            cause.weight + 0.1,
+            "only this GPU makes it, again and again",
+            "isolate_and_verify",
+        )
     return cause
 
 
 def _data_value(cause: Cause, log: Log) -> Cause:
     return replace(cause, weight=cause.weight + 0.05) if log.has("elsewhere_too") or log.has("again") else cause
+
+
+def _taken(cause: Cause, log: Log) -> Cause:
+    """A machine that is taken away has to be replaced, although nothing is wrong with it."""
+    named = [one for one in cause.findings if one.node and _AWAY.search(one.text)]
+    return replace(cause, action="replace_node") if named else cause
+
+
+def _power(cause: Cause, log: Log) -> Cause:
+    """Half of the power gone is slow, all of it is dead."""
+    brake = any("brake" in one.text.lower() for one in log.findings.get("thermal_straggler", ()))
+    if brake and not any(_OFF.search(one.text) for one in cause.findings):
+        return replace(cause, id="power_brake_slowdown", says="the machine lost a part of its power, and slows down")
+    return cause
 
 
 def _data_file(cause: Cause, log: Log) -> Cause:
@@ -335,6 +371,7 @@ _FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
     "nan": numbers.nan,
     "native_crash": _crash,
     "port": _port,
+    "power": _power,
     "quota": storage.quota,
     "python": python,
     "reboot": _reboot,
@@ -342,6 +379,7 @@ _FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
     "remote_service": storage.remote,
     "rendezvous": _rendezvous,
     "throttle": storage.throttle,
+    "taken": _taken,
     "time_limit": _time_limit,
     "scope": _scope,
     "scope_io": storage.io_error,

@@ -9,8 +9,8 @@ XID_CATALOGUE = "NVIDIA Xid catalogue"
 GPU: tuple[Rule, ...] = (
     infra(
         "gpu_fell_off_bus",
-        r"GPU (?P<gpu>[\da-f:.]+)?:? ?(?:has|is) ?(?:fallen off the bus|lost)|fallen off the bus|GPU is lost\b|cudaErrorDeviceUnavailable.*lost",
-        "fallen off the bus|gpu is lost|has lost",
+        r"device lost from bus|GPU (?:has )?disappeared from (?:the )?(?:bus|PCIe?)|GPU (?P<gpu>[\da-f:.]+)?:? ?(?:has|is) ?(?:fallen off the bus|lost)|fallen off the bus|GPU is lost\b|cudaErrorDeviceUnavailable.*lost",
+        "fallen off the bus|gpu is lost|has lost|lost from bus|disappeared",
         "the GPU no longer answers on the PCIe bus",
         weight=0.95,
         source="pytorch/pytorch#118369, leptonai/gpud#1209",

@@ -73,6 +73,7 @@ KERNEL: tuple[Rule, ...] = (
         "power|psu|pdu|ups|ac lost|breaker tripped",
         "the machine lost its power",
         weight=0.92,
+        family="power",
         source="BMC SEL",
         samples=(
             "last SEL: Power Unit | Power off/down | Asserted",

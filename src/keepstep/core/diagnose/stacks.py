@@ -15,6 +15,9 @@ FRAMES = 400
 """Kept of one stack."""
 
 _FRAME = re.compile(r'\s*File "([^"\n]{1,500})", line (\d{1,9})(?:, in (\S+))?')
+_BOXED = re.compile(r"\s*\u2502 ([^\u2502\s]+\.py):(\d{1,9}) in (\S+)")
+"""A frame in a stack that rich has drawn a box around."""
+_BOX_HEAD = re.compile(r"\s*\u256d\u2500+ Traceback \(most recent call last\)")
 _SHORT = re.compile(r"([\w./-]{1,200}\.py)(?::|, line | line |\", line )(\d{1,9})\b")
 _WOVEN = re.compile(r"(\S.{0,79}?)(?:Original )?Traceback \(most recent call last\)")
 _LOG_PLACE = re.compile(r"[IWEFD]\d{4} [\d:.]+.{0,40}?[\w./-]+\.\w+:\d+\]|^\S{0,40}\s?(?:INFO|DEBUG)\b")
@@ -84,7 +87,7 @@ class Stacks:
     def stripped(self, line: Line) -> Line:
         """The line without a label that is only known from standing before the beginning of a stack."""
         text = line.message
-        if (found := _WOVEN.match(text)) and sum(map(len, self._woven.values())) < WAYS_WOVEN:
+        if "\u256d" not in text and (found := _WOVEN.match(text)) and sum(map(len, self._woven.values())) < WAYS_WOVEN:
             self._woven.setdefault(len(found[1]), set()).add(found[1])
         for length, labels in self._woven.items():
             if text[:length] in labels:
@@ -93,12 +96,12 @@ class Stacks:
 
     def take(self, stream: str, message: str) -> list[Frame] | None:
         """Feed a line; the finished stack when this line is the exception that ends one."""
-        if _HEAD.match(message):
+        if _HEAD.match(message) or _BOX_HEAD.match(message):
             if len(self._open) < STREAMS:
                 self._open[stream] = []
             return None
         frames = self._open.get(stream)
-        found = _FRAME.match(message)
+        found = _FRAME.match(message) or _BOXED.match(message)
         if found:
             if frames is None:
                 if len(self._open) >= STREAMS:
