@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from keepstep.trainer import circuit_torch
 from keepstep.trainer.exceptions import CommunicationAborted, GroupsAborted, GroupsUnsupported, RebuildTimeout
+from keepstep.trainer.flight import Flight
 from keepstep.trainer.frameworks_torch import (
     adopt_ddp_layout,
     arrange_ddp_buckets,
@@ -583,6 +585,31 @@ def counting(conn: Connection, rank: int, world: int, port: int) -> None:
     told.append(GROUPS.started - first)
     conn.send((told, GROUPS.finished == GROUPS.started, beats[-1] == (GROUPS.started, GROUPS.finished)))
     dist.destroy_process_group()
+
+
+def tells_positions(conn: Connection, rank: int, world: int, port: int, node: str) -> None:
+    """Three ranks: 0 waits for a message of 1's, 1 in the world's second reduction, and 2 does not come to it."""
+    GROUPS.tell_positions(Flight(Path(node) / "flight" / f"s{rank}"))
+    join(rank, world, port)
+    pair = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(2, 3))
+    if rank < 2:
+        dist.all_reduce(torch.ones(5, dtype=torch.float64), group=pair)
+    stopped = abort_when_told(conn)
+    conn.send("ready")
+    try:
+        if rank == 0:
+            dist.recv(torch.ones(7), 1)
+        if rank == 1:
+            dist.all_reduce(torch.ones(4096))
+    except CommunicationAborted:
+        pass
+    stopped.join(LIMIT_S)
+    conn.send("free")
+    rejoin(rank, world, conn.recv())
+    dist.barrier()
+    conn.send("again")
+    conn.recv()
 
 
 # -------------------------------------------------------------------- CUDA through a double
