@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from html import escape
 
+from keepstep.core.decide.proposal_machine import PROPOSAL
 from keepstep.core.health.machine import NODE
+from keepstep.core.locate.investigation_machine import INVESTIGATION
 from keepstep.core.machine import Machine
 from keepstep.core.recover.incident import INCIDENT
 from keepstep.core.recover.jobrun import JOBRUN
 from keepstep.core.standby.machine import STANDBY
 
-MACHINES = (JOBRUN, INCIDENT, NODE, STANDBY)
+MACHINES = (JOBRUN, INCIDENT, NODE, STANDBY, PROPOSAL, INVESTIGATION)
 
 ROW, BOX_WIDTH, BOX_HEIGHT, ARC = 58, 132, 28, 26
 

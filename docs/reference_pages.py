@@ -88,6 +88,7 @@ WORDS = {
     "KEEPSTEP_JOB": "Set for workers: the job's id.",
     "KEEPSTEP_NODE": "Set for workers: the name of their node.",
     "KEEPSTEP_SLOT": "Set for workers: the name of their process place; its presence makes `keepstep.init` talk to an agent.",
+    "KEEPSTEP_SELFTEST_MULTIPLY": "For tests: `module:function` that multiplies instead of torch in a self-test, to see what a broken machine looks like.",
     "KEEPSTEP_TOKEN_FILE": "File with the bearer token, where one is needed.",
     "KEEPSTEP_CONTROLLER": "Address of the controller for agents, HOST:PORT; default of `keepstep run --controller`.",
     "KEEPSTEP_CONTROLLER_URL": "HTTP address of the controller for people and tools; default of `--server`.",
