@@ -6,19 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.core.exceptions import IllegalMove
-from keepstep.core.locate import evict_ledger
 from keepstep.core.locate.domains import FaultDomain, domains_of
 from keepstep.core.locate.evict import (
-    EvictionVerdict,
     Limit,
     most_voted,
     smallest_domain,
 )
-from keepstep.core.locate.evict_ledger import Ledger, balance, examination, overdue, settle
-from keepstep.core.locate.replay_posterior import Prior
-from keepstep.core.locate.replay_search import Terms, open_search
-from keepstep.model.ids import Epoch, JobId, Nanos, NodeId, Rank, SlotId
+from keepstep.model.ids import Epoch, JobId, NodeId, Rank, SlotId
 from keepstep.model.topology import Layout, Member, Place, Roster
 
 WIDE = Limit(nodes=8, share=0.5)
@@ -222,53 +216,3 @@ def test_five_looks_need_three_that_agree() -> None:
     assert agreed.nodes == ("n2",)
     assert most_voted(looks[:4]) is None
     assert most_voted([]) is None
-
-
-def group_verdict() -> EvictionVerdict:
-    return smallest_domain([5, 13, 21, 29], paper(), limit=WIDE)
-
-
-def at(seconds: float) -> Nanos:
-    return Nanos(int(seconds * 1e9))
-
-
-def test_evicted_nodes_are_examined_together_and_return() -> None:
-    """Four out, one convicted after 4 minutes, three back: the account says what it cost."""
-    ledger = evict_ledger.evict(Ledger(), group_verdict(), at(0))
-    assert evict_ledger.evict(ledger, group_verdict(), at(1)) == ledger, "a second time is a quiet success"
-    machines, suspicion = examination(ledger, [NodeId("spare0"), NodeId("spare1")])
-    assert machines == ("n2", "n6", "n10", "n14", "spare0", "spare1")
-    search = open_search(machines, Terms(unit=2), Prior(), suspicion)
-    assert search.belief.guilt[4:] == (0.0, 0.0)
-    ledger = evict_ledger.begin(ledger, ["n2", "n6", "n10", "n14"], at(10))
-    assert overdue(ledger, at(100), within_s=120) == ()
-    assert len(overdue(ledger, at(121), within_s=120)) == 4
-    ledger = settle(ledger, at(240), faulty=["n6"], healthy=["n2", "n10"], undecided=["n14"])
-    assert examination(ledger, [])[0] == ("n14",)
-    ledger = settle(ledger, at(300), healthy=["n14"])
-    told = balance(ledger)
-    assert (told.evicted, told.confirmed, told.innocent, told.untested) == (4, 1, 3, 0)
-    assert told.node_s == 240 + 240 + 300
-    assert (
-        told.reason
-        == "4 evicted: 1 faulty, 3 healthy, 0 not yet known; the healthy ones were out for 240 s in the middle"
-    )
-
-
-def test_a_returned_node_may_be_evicted_again() -> None:
-    ledger = evict_ledger.evict(Ledger(), group_verdict(), at(0))
-    ledger = settle(ledger, at(60), healthy=["n2"])
-    ledger = evict_ledger.evict(ledger, group_verdict(), at(100))
-    assert [entry.node for entry in ledger.entries].count(NodeId("n2")) == 2
-    assert len(ledger.open()) == 4
-
-
-def test_impossible_moves_are_our_mistake() -> None:
-    ledger = evict_ledger.evict(Ledger(), group_verdict(), at(0))
-    with pytest.raises(IllegalMove, match="n9 cannot be EXAMINING: not out"):
-        evict_ledger.begin(ledger, [NodeId("n9")], at(1))
-    with pytest.raises(IllegalMove, match="n2 cannot have two outcomes"):
-        settle(ledger, at(1), faulty=["n2"], healthy=["n2"])
-    done = settle(ledger, at(1), healthy=["n2"])
-    with pytest.raises(IllegalMove, match="n2 cannot be CONFIRMED: not out"):
-        settle(done, at(2), faulty=["n2"])

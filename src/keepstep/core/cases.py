@@ -30,6 +30,8 @@ class Proposal(Struct, frozen=True, kw_only=True):
     at: Nanos
     by: str
     why: str
+    testable: bool = False
+    """A self-test that its nodes pass clears them."""
     carried: Nanos = Nanos(0)
     """When the epoch without these nodes was opened."""
 

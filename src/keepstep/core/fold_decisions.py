@@ -68,6 +68,7 @@ def _proposal(job: Job, record: ProposalMoved) -> None:
             rejected=record.rejected,
             cost_if_wrong=record.cost_if_wrong,
             held=record.held,
+            testable=record.testable,
             opened=record.at,
             at=record.at,
             by=record.by,

@@ -78,6 +78,10 @@ class TakeStacks(Action, frozen=True, kw_only=True):
     native: bool = False
 
 
+EXAMINATIONS = 1_000_000
+"""Requests from here on belong to nodes that are out on suspicion, those below to investigations."""
+
+
 class SelfTest(Action, frozen=True, kw_only=True):
     """Examine this node and report ``SelfTestDone``: work whose result is known from ``seed``.
 

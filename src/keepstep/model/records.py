@@ -182,6 +182,8 @@ class ProposalMoved(Record, frozen=True, kw_only=True):
     rejected: tuple[str, ...] = ()
     cost_if_wrong: str = ""
     held: str = ""
+    testable: bool = False
+    """Only suspicion speaks against the nodes: a self-test that they pass clears them."""
 
 
 class AutomationMoved(Record, frozen=True, kw_only=True):

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from keepstep.core.cases import Proposal
-from keepstep.core.decide.proposals import AUTO, leaving, lives, may_go_on, settle
+from keepstep.core.decide.limits import AUTO
+from keepstep.core.decide.proposals import leaving, lives, may_go_on, settle
 from keepstep.core.decide.situation import spare_nodes
 from keepstep.core.detect import deadlines
 from keepstep.core.draft import Draft
