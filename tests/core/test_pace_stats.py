@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.core.detect.pace_stats import slow_ranks, slowdown
-from keepstep.model.ids import Rank
+from keepstep.core.detect.slow_causes import Where, Window, judge
+from keepstep.model.ids import NodeId, Rank
+from keepstep.model.pace import RankPace
+from keepstep.model.topology import Layout
 
 SHARE = 0.07
 WINDOWS = 5
@@ -104,10 +108,31 @@ def test_ranks_that_come_and_go_are_not_judged() -> None:
     assert slow_ranks([], [], SHARE) == []
 
 
+def test_ten_thousand_ranks_are_judged_in_a_moment() -> None:
+    """1,200 nodes of 8 ranks, with a rank in a hundred that is slow for three different reasons."""
+    rng = random.Random(5)
+    nodes = {Rank(rank): NodeId(f"n{rank // 8}") for rank in range(9_600)}
+
+    def pace(rank: int) -> RankPace:
+        slow = rank % 100 == 0
+        own = rng.gauss(0.4, 0.004) * (1.3 if slow else 1.0)
+        data = 0.11 if slow and rank % 300 == 0 else 0.001
+        return RankPace(rank=Rank(rank), first=0, last=9, step_s=0.6, wait_s=0.6 - own, data_s=data, size=64)
+
+    windows = [
+        Window(number=n, seconds=30.0, ranks={r: pace(r) for r in nodes}, machines={}, step_s=0.6) for n in range(5)
+    ]
+    began = time.perf_counter()
+    found = judge(windows, Where(nodes=nodes, hosts={}, layout=Layout()), SHARE)
+    took_s = time.perf_counter() - began
+    assert {one.cause for one in found} == {"data", "device"}
+    assert sum(len(one.ranks) for one in found) == 96
+    assert took_s < 10.0, f"{took_s:.1f} s"
+
+
 def test_what_the_job_would_win() -> None:
     """A step lasts as long as its slowest rank: without it, the next slowest would count."""
-    windows = [{Rank(0): 1.0, Rank(1): 1.3, Rank(2): 1.1}] * 3
-    assert slowdown(windows, [1.4] * 3, [Rank(1)]) == pytest.approx(1.4 / 1.2)
-    assert slowdown(windows, [1.4] * 3, [Rank(0)]) == 1.0
-    assert slowdown(windows, [1.4] * 3, [Rank(0), Rank(1), Rank(2)]) == 1.0
-    assert slowdown([], [], [Rank(1)]) == 1.0
+    assert slowdown([0.2] * 3, [1.4] * 3) == pytest.approx(1.4 / 1.2)
+    assert slowdown([-0.3] * 3, [1.4] * 3) == 1.0
+    assert slowdown([9.0], [1.0]) == pytest.approx(20.0), "never more than all of it"
+    assert slowdown([], []) == 1.0

@@ -84,19 +84,15 @@ def _unrest(rows: Sequence[Sequence[float]]) -> float:
     return median([abs(value - median(row)) for row in rows for value in row])
 
 
-def slowdown(windows: Sequence[Times], steps_s: Sequence[float], ranks: Sequence[Rank]) -> float:
-    """How much longer a step takes than it would without these ranks' excess; 1.0 where they hold up nobody.
+def slowdown(lost_s: Sequence[float], steps_s: Sequence[float]) -> float:
+    """How much longer a step takes than it would without these ranks; 1.0 where they hold up nobody.
 
-    A synchronous step lasts as long as its slowest rank needs, so without them the next slowest one would count.
+    Args:
+        lost_s: per window, how much longer the slowest of them takes than the slowest of all others. A synchronous step
+            lasts as long as its slowest rank needs, so without them that one would count.
     """
-    culprits = set(ranks)
-    lost = []
-    for window in windows:
-        others = [value for rank, value in window.items() if rank not in culprits]
-        theirs = [window[rank] for rank in ranks if rank in window]
-        lost.append(max(0.0, max(theirs) - max(others)) if others and theirs else 0.0)
-    step = _mean(steps_s)
-    return step / max(step - _mean(lost), step * 0.05) if step > 0 else 1.0
+    step, lost = _mean(steps_s), _mean([max(0.0, value) for value in lost_s])
+    return step / max(step - lost, step * 0.05) if step > 0 else 1.0
 
 
 def typical(values: Sequence[float]) -> float:

@@ -7,8 +7,11 @@ the node, one device of it. Where nobody takes longer for himself and all wait, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from statistics import median_low
 from typing import Literal
 
 from keepstep.core.detect.pace_stats import Slow, slow_ranks, slowdown, typical
@@ -28,7 +31,7 @@ CROWD = 3
 """More slow nodes than one in so many, and more than one, are no stragglers: the cluster is made of two kinds."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Window:
     """One window of the whole job.
 
@@ -43,6 +46,11 @@ class Window:
     machines: Mapping[NodeId, NodePace]
     step_s: float
 
+    @cached_property
+    def order(self) -> list[Rank]:
+        """Ranks by their own time, the longest first."""
+        return sorted(self.ranks, key=lambda rank: -self.ranks[rank].own_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Where:
@@ -52,9 +60,6 @@ class Where:
     hosts: Mapping[str, NodeId]
     """Nodes by address, as far as an address is one node's alone."""
     layout: Layout
-
-    def ranks_on(self, node: NodeId) -> list[Rank]:
-        return [rank for rank, at in self.nodes.items() if at == node]
 
     def stage(self, rank: Rank) -> int:
         """Pipeline stage; ranks of different stages have different work."""
@@ -120,8 +125,13 @@ def _slow(windows: Sequence[Window], group: Sequence[Rank], share: float) -> lis
 
 
 def _cost(windows: Sequence[Window], ranks: Sequence[Rank]) -> float:
-    own = [{rank: pace.own_s for rank, pace in window.ranks.items()} for window in windows]
-    return round(slowdown(own, [window.step_s for window in windows], ranks), 4)
+    culprits = set(ranks)
+    lost = []
+    for window in windows:
+        theirs = [window.ranks[rank].own_s for rank in ranks]
+        others = next((window.ranks[rank].own_s for rank in window.order if rank not in culprits), max(theirs))
+        lost.append(max(theirs) - others)
+    return round(slowdown(lost, [window.step_s for window in windows]), 4)
 
 
 # ---------------------------------------------------------------- more work, or held up by it
@@ -137,14 +147,14 @@ _PARTS: tuple[tuple[Cause, Callable[[RankPace], float], str], ...] = (
 def _work(windows: Sequence[Window], where: Where, slow: dict[Rank, Slow]) -> list[Finding]:
     """Take those out of ``slow`` whose excess is no machine's doing."""
     found: list[Finding] = []
-    for cause, part, verb in _PARTS:
-        because = {rank: _excess(windows, where, rank, part) for rank in slow}
+    for cause, part, verb in _PARTS if slow else ():
+        because = _beyond(windows, where, slow, part)
         mine = [rank for rank, one in slow.items() if because[rank] >= EXPLAINED * one.excess_s]
         if mine:
             worst = max(mine, key=lambda rank: because[rank])
             words = f"{verb} {because[worst] * 1e3:.0f} ms longer per step than its peers"
             found.append(_finding(windows, where, cause, [slow.pop(rank) for rank in mine], words))
-    larger = {rank: _larger(windows, where, rank) for rank in slow}
+    larger = _larger(windows, where, slow)
     mine = [rank for rank, one in slow.items() if larger[rank] >= EXPLAINED * (one.times - 1.0) > 0]
     if mine:
         worst = max(mine, key=lambda rank: larger[rank])
@@ -153,20 +163,33 @@ def _work(windows: Sequence[Window], where: Where, slow: dict[Rank, Slow]) -> li
     return found
 
 
-def _peers(where: Where, rank: Rank, windows: Sequence[Window]) -> list[Rank]:
-    stage = where.stage(rank)
-    return [one for one in windows[0].ranks if where.stage(one) == stage and all(one in w.ranks for w in windows)]
+def _typical(windows: Sequence[Window], where: Where, part: Callable[[RankPace], float]) -> dict[int, float]:
+    """Per stage, what ranks there have of this part."""
+    found: dict[int, list[float]] = {}
+    for rank in windows[0].ranks:
+        if all(rank in window.ranks for window in windows):
+            found.setdefault(where.stage(rank), []).append(mean(windows, rank, part))
+    return {stage: median_low(values) for stage, values in found.items()}
 
 
-def _excess(windows: Sequence[Window], where: Where, rank: Rank, part: Callable[[RankPace], float]) -> float:
-    peers = [mean(windows, one, part) for one in _peers(where, rank, windows) if one != rank]
-    return mean(windows, rank, part) - typical(peers)
+def _beyond(
+    windows: Sequence[Window], where: Where, slow: Mapping[Rank, Slow], part: Callable[[RankPace], float]
+) -> dict[Rank, float]:
+    """What each of these has of it beyond its peers, seconds per step."""
+    usual = _typical(windows, where, part)
+    return {rank: mean(windows, rank, part) - usual[where.stage(rank)] for rank in slow}
 
 
-def _larger(windows: Sequence[Window], where: Where, rank: Rank) -> float:
-    """By how much its input is larger; 0 where the sizes are not known."""
-    peers = typical([mean(windows, one, lambda p: p.size) for one in _peers(where, rank, windows) if one != rank])
-    return mean(windows, rank, lambda p: p.size) / peers - 1.0 if peers > 0 else 0.0
+def _larger(windows: Sequence[Window], where: Where, slow: Mapping[Rank, Slow]) -> dict[Rank, float]:
+    """By how much their input is larger; 0 where the sizes are not known."""
+    if not slow:
+        return {}
+    usual = _typical(windows, where, lambda pace: pace.size)
+    return {
+        rank: mean(windows, rank, lambda pace: pace.size) / usual[stage] - 1.0 if usual[stage] > 0 else 0.0
+        for rank in slow
+        for stage in (where.stage(rank),)
+    }
 
 
 def _finding(
@@ -192,12 +215,13 @@ def _machines(windows: Sequence[Window], where: Where, slow: Mapping[Rank, Slow]
     by_node: dict[NodeId, list[Slow]] = {}
     for rank, one in slow.items():
         by_node.setdefault(where.nodes[rank], []).append(one)
-    if len(by_node) > max(1, len(set(where.nodes.values())) // CROWD):
+    sizes = Counter(where.nodes.values())
+    if len(by_node) > max(1, len(sizes) // CROWD):
         return []
     found = []
     for node, ones in by_node.items():
         heat = held_back(node, [window.machines for window in windows])
-        whole = len(ones) == len(where.ranks_on(node))
+        whole = len(ones) == sizes[node]
         if heat:
             found.append(_finding(windows, where, "thermal", ones, heat))
         elif whole:

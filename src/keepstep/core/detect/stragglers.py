@@ -11,6 +11,7 @@ from collections import Counter
 
 from keepstep.core.cases import Proposal
 from keepstep.core.decide import proposals
+from keepstep.core.decide.limits import AUTO
 from keepstep.core.decide.situation import spare_nodes
 from keepstep.core.detect.pace_stats import typical
 from keepstep.core.detect.slow_causes import OF_MACHINES, Finding, Where, Window, judge
@@ -34,6 +35,8 @@ def ranks_paced(draft: Draft, fact: RanksPaced) -> None:
     job = draft.job
     if job.state != "RUNNING" or job.incident is not None or fact.epoch != job.epoch or not job.in_roster(fact.node):
         return
+    if not _last_word(job, fact.window):
+        return
     numbers = complete(job)
     if fact.window not in numbers[-1:]:
         return
@@ -45,6 +48,12 @@ def ranks_paced(draft: Draft, fact: RanksPaced) -> None:
             _note(draft, finding)
             _swap(draft, finding)
     _end(draft, windows[-max(2, draft.policy.pace_windows // 2) :], where)
+
+
+def _last_word(job: Job, number: int) -> bool:
+    """Whether no node is behind this window; most facts end here."""
+    assert job.roster is not None
+    return all((told := job.paces.get(place.node)) and told[-1].window >= number for place in job.roster.places)
 
 
 def complete(job: Job) -> list[int]:
@@ -150,7 +159,7 @@ def _over(draft: Draft, one: StragglerNoted, why: str) -> None:
     )
     for proposal in list(draft.job.proposals.values()):
         if proposal.open and proposal.kind == "swap" and proposal.nodes == one.nodes:
-            proposals.move(draft, proposal, "REJECTED", by=proposals.AUTO, why=f"its reason is gone: {why}")
+            proposals.move(draft, proposal, "REJECTED", by=AUTO, why=f"its reason is gone: {why}")
 
 
 def words(finding: Finding) -> str:
