@@ -6,6 +6,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
+from keepstep.core.deaths import signature, stack_of
 from keepstep.core.fold_decisions import fold_decision
 from keepstep.core.fold_facts import fold_fact, recount
 from keepstep.core.health.machine import NODE
@@ -13,6 +14,7 @@ from keepstep.core.recover.incident import INCIDENT
 from keepstep.core.recover.jobrun import JOBRUN
 from keepstep.core.standby.machine import STANDBY
 from keepstep.core.state import (
+    DEATHS_KEPT,
     EVIDENCE_KEPT,
     INCIDENTS_KEPT,
     NODE_FAULTS_KEPT,
@@ -20,14 +22,14 @@ from keepstep.core.state import (
     STORES_REMEMBERED,
     TERMINAL,
     USER_FAULTS_KEPT,
+    Death,
     Incident,
     Job,
     Standby,
     UserFault,
     seat_key,
-    signature,
 )
-from keepstep.model.actions import Join, KeepStandbys, KillProcess, StopJob, TakeStacks
+from keepstep.model.actions import EXAMINATIONS, Join, KeepStandbys, KillProcess, SelfTest, StopJob, TakeStacks
 from keepstep.model.ids import Nanos, NodeId
 from keepstep.model.records import (
     AnyRecord,
@@ -186,6 +188,14 @@ def _suspect_named(job: Job, record: SuspectNamed) -> None:
         named=(*incident.named, *keys),
         user_faults=incident.user_faults + (record.category in ("user_code", "data")),
     )
+    if record.category != "infrastructure" or not record.root_cause:  # else it is known to be the machine
+        deaths = [
+            Death(rank=rank, node=exit_.node, stack=stack)
+            for key, rank in zip(keys, record.ranks, strict=False)
+            if (exit_ := job.exits.get(key)) and exit_.error is None and (stack := stack_of(exit_))
+        ]
+        incident = job.incidents[incident.id]
+        job.incidents[incident.id] = replace(incident, deaths=(*incident.deaths, *deaths)[-DEATHS_KEPT:])
     if record.category in ("user_code", "data"):
         for key, rank in zip(keys, record.ranks, strict=False):
             if exit_ := job.exits.get(key):
@@ -260,6 +270,9 @@ def _ordered(job: Job, record: Ordered) -> None:
         job.condemned[seat_key(action.node, action.slot)] = action.why
     elif isinstance(action, KeepStandbys):
         job.standby_orders[action.node] = action.count
+    elif isinstance(action, SelfTest):
+        if action.request >= EXAMINATIONS:
+            job.examined[action.node] = record.at
     elif isinstance(action, TakeStacks):
         job.looked = job.current, action.epoch
     elif isinstance(action, Join | StopJob) and (incident := job.incident) and not incident.ordered:

@@ -28,14 +28,16 @@ from keepstep.core.locate.assess import (
     missing_at_rebuild,
     missing_at_verify,
     patience_is_over,
+    pause_is_over,
     retry,
     stacks_are_in,
     stacks_time_is_over,
     stall_reports_are_in,
     store_lost,
 )
+from keepstep.core.locate.examine import examine, examined
 from keepstep.core.locate.look import stacks_requested
-from keepstep.core.locate.sdc import guard_noted, self_test_done
+from keepstep.core.locate.sdc import guard_noted, self_test_done, soak_is_over
 from keepstep.core.recover.adopt import adopt, deputy_stays_silent
 from keepstep.core.recover.end import stop
 from keepstep.core.recover.progress import check_progress, rank_resumed, settled
@@ -149,11 +151,13 @@ def respond(draft: Draft, fact: AnyFact) -> None:
             guard_noted(draft, fact)
         case SelfTestDone():
             self_test_done(draft, fact)
+            examined(draft, fact)
         case CheckpointNoted() | RankJoined():
             pass  # on the board, and that is all
         case _:
             assert_never(fact)
     carry_out(draft)
+    examine(draft)
 
 
 _WHEN_DUE: dict[str, Callable[[Draft], None]] = {
@@ -168,6 +172,7 @@ _WHEN_DUE: dict[str, Callable[[Draft], None]] = {
     deadlines.STACKS: stacks_time_is_over,
     deadlines.PATIENCE: patience_is_over,
     deadlines.CAPACITY: capacity_is_over,
+    deadlines.PAUSE: pause_is_over,
     deadlines.ADOPT: deputy_stays_silent,
     deadlines.LEAVE: assess,
 }
@@ -205,6 +210,9 @@ def time_passed(draft: Draft) -> None:
             reconcile_time_is_over(draft, NodeId(node))
         elif proposal := deadlines.proposal_named(name):
             time_is_over(draft, proposal)
+        elif case := deadlines.soak_named(name):
+            soak_is_over(draft, case)
         else:
             _WHEN_DUE[name](draft)
     carry_out(draft)
+    examine(draft)

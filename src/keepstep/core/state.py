@@ -24,7 +24,6 @@ from keepstep.model.facts import (
     SelfTestDone,
     SlotState,
     StacksTaken,
-    UserError,
     WorkerExited,
     WorkerFrozen,
 )
@@ -48,6 +47,8 @@ INCIDENTS_KEPT = 256
 EVIDENCE_KEPT = 32
 """Lines of evidence per incident."""
 USER_FAULTS_KEPT = 16
+DEATHS_KEPT = 16
+"""Per incident."""
 NODE_FAULTS_KEPT = 8
 PROPOSALS_KEPT = 64
 INVESTIGATIONS_KEPT = 64
@@ -169,6 +170,14 @@ class UserFault(Struct, frozen=True, kw_only=True):
     step: int | None
 
 
+class Death(Struct, frozen=True, kw_only=True):
+    """Where a process stood when it ended, for which a machine could be to blame."""
+
+    rank: Rank
+    node: NodeId
+    stack: str
+
+
 class Incident(Struct, frozen=True, kw_only=True):
     """One incident from its first evidence to its end."""
 
@@ -209,6 +218,7 @@ class Incident(Struct, frozen=True, kw_only=True):
     similar: tuple[IncidentId, ...] = ()
     leave: NodeId | None = None
     """A living node whose own words prove it broken."""
+    deaths: tuple[Death, ...] = ()
     acked: str = ""
     """Who has seen it."""
     merged: IncidentId | None = None
@@ -298,6 +308,8 @@ class Job(Struct, kw_only=True):
     """Living nodes that were taken out, and when."""
     investigations: dict[str, Investigation] = {}
     investigation_count: int = 0
+    examined: dict[NodeId, Nanos] = {}
+    """When a node that is out on suspicion was last ordered to examine itself."""
     selftests: dict[NodeId, SelfTestDone] = {}
     """By node: the last time that it examined itself."""
     paces: dict[NodeId, tuple[RanksPaced, ...]] = {}
@@ -345,9 +357,3 @@ class Job(Struct, kw_only=True):
 
 
 _TABLES = tuple(field.name for field in msgspec.structs.fields(Job) if field.default_factory is dict)
-
-
-def signature(exit_: WorkerExited) -> str:
-    """What two failures of the same cause have in common."""
-    error: UserError | None = exit_.error
-    return error.signature if error else f"exit code {exit_.code}"

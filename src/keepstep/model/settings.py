@@ -27,6 +27,12 @@ class Policy(Struct, frozen=True, kw_only=True):
         verify_s: from resumed to the first new step of every rank.
         settle_s: without the SDK, how long restarted processes must live before their incident closes.
         in_process_budget: in-process recoveries without one new step between them, before the next rung.
+        network_retries: the same for faults of the network (a lost peer, a timed-out collective), which often pass.
+        network_pause_s: before the second attempt after such a fault; doubled for each further one.
+        storage_retries: the same for a file system or object store that is away.
+        storage_pause_s: before the second attempt after such a fault; doubled for each further one.
+        pause_max_s: the longest pause between two attempts.
+        memory_retries: attempts after memory did not suffice; it seldom does the second time.
         replace_node_budget: node replacements per incident.
         capacity_s: how long a job waits for a node when there is no standby, before it asks to be requeued.
         node_faults_to_suspect: process faults of one node within ``node_fault_window_s`` after which its next fault is
@@ -46,7 +52,10 @@ class Policy(Struct, frozen=True, kw_only=True):
         sdc_window_s: a second corruption from one node within this time confirms that it is the node's.
         soak_s: how long a node that is suspected of silent corruption examines itself while training goes on; 0 orders
             no test.
+        soak_patience_s: how much longer its report may take, before the investigation ends without one.
         soak_share: of its processors that this may take.
+        examine_s: how long a node that went on suspicion examines itself before it may be used again; 0 leaves it out
+            until a person takes it back.
     """
 
     lease_s: float = 10.0
@@ -61,6 +70,12 @@ class Policy(Struct, frozen=True, kw_only=True):
     verify_s: float = 600.0
     settle_s: float = 10.0
     in_process_budget: int = 3
+    network_retries: int = 6
+    network_pause_s: float = 1.0
+    storage_retries: int = 8
+    storage_pause_s: float = 5.0
+    pause_max_s: float = 60.0
+    memory_retries: int = 1
     replace_node_budget: int = 2
     capacity_s: float = 300.0
     node_faults_to_suspect: int = 3
@@ -77,7 +92,9 @@ class Policy(Struct, frozen=True, kw_only=True):
     boundary_s: float = 30.0
     sdc_window_s: float = 604_800.0
     soak_s: float = 120.0
+    soak_patience_s: float = 900.0
     soak_share: float = 0.1
+    examine_s: float = 60.0
 
 
 class CheckpointPolicy(Struct, frozen=True, kw_only=True):

@@ -31,6 +31,8 @@ class Situation(Struct, frozen=True, kw_only=True):
         ending: some rank is past its training loop; its process cannot be sent back into it.
         floor: no rung below this one (the rungs below have been tried in this incident, or cannot work).
         attempts: epochs opened for this incident; none has led to a new step.
+        in_process_budget: attempts that a fault of this class has; ``budget_name`` is its setting.
+        again: that the same stack came back at the same step, in words: then it is not the machine.
         vacant: ranks that need a process. Empty: everybody lives, only the communicators are broken.
         parked: a warm standby is parked for every vacant seat of a living node.
         lost: nodes of the roster that are gone.
@@ -51,6 +53,8 @@ class Situation(Struct, frozen=True, kw_only=True):
     floor: Rung
     attempts: int
     in_process_budget: int
+    budget_name: str = "in_process_budget"
+    again: str = ""
     vacant: tuple[Rank, ...]
     parked: bool
     lost: tuple[NodeId, ...]
@@ -107,6 +111,8 @@ def choose(s: Situation) -> Plan:
 
 def _user_verdict(s: Situation) -> str:
     """Why retrying user code is pointless; empty when a retry is worth it."""
+    if s.level and s.again and not s.lost:
+        return s.again
     if s.category not in ("user_code", "data"):
         return ""
     if s.level and s.worker_code == BAD_CONFIG:
@@ -137,7 +143,7 @@ def _against_in_place(s: Situation) -> str:
     if s.lost:
         return f"node {', '.join(s.lost)} is gone"
     if s.attempts >= s.in_process_budget:
-        return f"{s.attempts} attempts in process led to no new step (in_process_budget {s.in_process_budget})"
+        return f"{s.attempts} attempts in process led to no new step ({s.budget_name} {s.in_process_budget})"
     if s.evict:
         return f"node {', '.join(s.evict)} is to go, and a spare node is there"
     return ""
@@ -235,7 +241,7 @@ def _plan(s: Situation, rung: Rung, rejected: tuple[str, ...]) -> Plan:
 
 
 def _stop(s: Situation) -> tuple[int, str]:
-    if s.category in ("user_code", "data"):
+    if s.category in ("user_code", "data") or s.again:
         return s.worker_code, f"Stop, {_user_verdict(s) or 'the code failed in every attempt'}"
     if s.attempts:
         return NO_PROGRESS, "Stop, the fault came back in every attempt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from keepstep.core.decide.budgets import budget, came_back, fault_class
 from keepstep.core.decide.ladder import LADDER, Situation
 from keepstep.core.decide.proposals import covering, leaving, may_go_on
 from keepstep.core.draft import nanos
@@ -50,13 +51,13 @@ def repeat_offender(job: Job, incident: Incident, now: Nanos, policy: Policy) ->
     led to a new step."""
     blamed = incident.leave or incident.node
     node = job.nodes.get(blamed) if blamed else None
-    if node is None or node.lost or not job.in_roster(node.node):
+    if node is None or node.lost or not job.in_roster(node.node) or came_back(incident):
         return None
     if incident.leave:
         return node.node
     recent = [at for at in node.faults if at > now - nanos(policy.node_fault_window_s)]
     often = len(recent) >= policy.node_faults_to_suspect
-    return node.node if often or incident.attempts >= policy.in_process_budget else None
+    return node.node if often or incident.attempts >= budget(incident, policy).retries else None
 
 
 def survey(job: Job, now: Nanos, policy: Policy, *, floor: Rung = "in_process", no_capacity: bool = False) -> Situation:
@@ -68,8 +69,10 @@ def survey(job: Job, now: Nanos, policy: Policy, *, floor: Rung = "in_process", 
         floor = max(floor, "restart_job", key=LADDER.index)
     if incident.planned:
         floor = max(floor, incident.planned, key=LADDER.index)
-    if not incident.suspects and incident.attempts and not vacant_ranks(job):
+    nobody = not incident.suspects and incident.attempts and not vacant_ranks(job)
+    if nobody and fault_class(incident) not in ("network", "storage"):
         floor = max(floor, "restart_job", key=LADDER.index)
+    limit, again = budget(incident, policy), came_back(incident)
     vacant, lost = vacant_ranks(job), lost_nodes(job)
     free = _parked_per_node(job)
     for rank in vacant:
@@ -87,7 +90,9 @@ def survey(job: Job, now: Nanos, policy: Policy, *, floor: Rung = "in_process", 
         category=incident.category,
         floor=floor,
         attempts=incident.attempts,
-        in_process_budget=policy.in_process_budget,
+        in_process_budget=limit.retries,
+        budget_name=limit.name,
+        again=again,
         vacant=vacant,
         parked=all(free[roster.members[rank].node] >= 0 for rank in vacant),
         lost=lost,
@@ -102,7 +107,7 @@ def survey(job: Job, now: Nanos, policy: Policy, *, floor: Rung = "in_process", 
         restarts=job.attempt,
         max_restarts=job.spec.max_restarts,
         user_faults=incident.user_faults,
-        user_retries=job.spec.user_retries,
+        user_retries=min(job.spec.user_retries, limit.retries),
         repeated=_repeated(job, incident),
         signature=last.signature if last else "the same exit",
         worker_code=_worker_code(job, incident),

@@ -24,6 +24,8 @@ PATIENCE = "patience"
 """``stall_patience_s``: some ranks stall, others have a reason to be busy; even that ends."""
 CAPACITY = "capacity"
 """``capacity_s``: a node has come by then, or the job asks to be requeued."""
+PAUSE = "pause"
+"""The budget's pause between two attempts is over: the plan may be carried out."""
 LEAVE = "leave"
 """``leave_s`` since a node of the roster left by will: no other has followed, so only that node was to end."""
 ADOPT = "adopt"
@@ -32,6 +34,7 @@ ADOPT = "adopt"
 _RECONNECT = "reconnect:"
 _RECONCILE = "reconcile:"
 _PROPOSAL = "proposal:"
+_SOAK = "soak:"
 
 
 def reconnect(node: str) -> str:
@@ -59,3 +62,12 @@ def proposal(name: str) -> str:
 
 def proposal_named(name: str) -> str | None:
     return name[len(_PROPOSAL) :] if name.startswith(_PROPOSAL) else None
+
+
+def soak(name: str) -> str:
+    """``soak_s`` and ``soak_patience_s`` more: the suspects of an investigation have examined themselves by then."""
+    return _SOAK + name
+
+
+def soak_named(name: str) -> str | None:
+    return name[len(_SOAK) :] if name.startswith(_SOAK) else None

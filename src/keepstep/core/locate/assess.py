@@ -196,7 +196,8 @@ def explain_time_is_over(draft: Draft) -> None:
     if early := early_leavers(job):
         answer(draft, [early_fault(job, fact) for fact in early] + victims(job))
         return
-    nobody = _nobody(draft, "collectives broke and nobody was found to be gone", lines)
+    cause = "collective_abort: collectives broke, and every process lives"
+    nobody = _nobody(draft, "collectives broke and nobody was found to be gone", lines, cause)
     answer(draft, [*victims(job), nobody] if job.level else victims(job) or [nobody])
 
 
@@ -207,7 +208,7 @@ def patience_is_over(draft: Draft) -> None:
         convict(draft, [])
 
 
-def _nobody(draft: Draft, reason: str, evidence: list[str]) -> Fault:
+def _nobody(draft: Draft, reason: str, evidence: list[str], root_cause: str = "") -> Fault:
     return Fault(
         key=f"nobody:{draft.job.epoch}",
         title=reason,
@@ -218,6 +219,7 @@ def _nobody(draft: Draft, reason: str, evidence: list[str]) -> Fault:
         reason=reason,
         evidence=tuple(evidence[:8]),
         onset=draft.now,
+        root_cause=root_cause,
     )
 
 
@@ -327,6 +329,11 @@ def retry(draft: Draft) -> None:
         return
     if job.state == "WAITING" and job.incident is not None and job.ahead() == job.epoch:
         act(draft)
+
+
+def pause_is_over(draft: Draft) -> None:
+    if draft.job.state == "WAITING" and draft.job.incident is not None and draft.job.ahead() == draft.job.epoch:
+        act(draft, rested=True)
 
 
 def capacity_is_over(draft: Draft) -> None:

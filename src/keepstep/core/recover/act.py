@@ -10,8 +10,9 @@ from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
+from keepstep.core.decide.budgets import budget, came_back
 from keepstep.core.decide.ladder import Plan, choose
-from keepstep.core.decide.proposals import propose, settle
+from keepstep.core.decide.proposals import cleared_before, propose, settle
 from keepstep.core.decide.situation import lost_nodes, repeat_offender, spare_nodes, survey, vacant_ranks
 from keepstep.core.detect import deadlines
 from keepstep.core.draft import Draft, nanos
@@ -74,8 +75,12 @@ def _name(draft: Draft, fault: Fault) -> None:
             draft.order(kill)
 
 
-def act(draft: Draft, *, floor: Rung = "in_process", no_capacity: bool = False) -> None:
-    """Choose a rung for the open incident and carry it out, or say what it waits for."""
+def act(draft: Draft, *, floor: Rung = "in_process", no_capacity: bool = False, rested: bool = False) -> None:
+    """Choose a rung for the open incident and carry it out, or say what it waits for.
+
+    Args:
+        rested: the pause that the budget asks for before this attempt is over.
+    """
     _accuse(draft)
     job, incident = draft.job, draft.incident
     plan = choose(survey(job, draft.now, draft.policy, floor=floor, no_capacity=no_capacity))
@@ -92,6 +97,7 @@ def act(draft: Draft, *, floor: Rung = "in_process", no_capacity: bool = False) 
                 cost_if_wrong=plan.cost_if_wrong,
             )
         )
+    _clear_innocent(draft)
     if plan.rung in ("stop", "requeue"):
         give_up(draft, plan.code, plan.reason)
         return
@@ -100,6 +106,8 @@ def act(draft: Draft, *, floor: Rung = "in_process", no_capacity: bool = False) 
         draft.move_job("WAITING", plan.reason)
         draft.wake_once(deadlines.CAPACITY, draft.policy.capacity_s)
         draft.clear(deadlines.STORE, *_EVIDENCE, deadlines.REBUILD, deadlines.VERIFY, deadlines.SETTLE)
+        return
+    if not rested and plan.rung in ("in_process", "same_node") and _pauses(draft):
         return
     roster = _roster(draft, plan)
     if roster is None:
@@ -142,7 +150,31 @@ def _accuse(draft: Draft) -> None:
         probability=incident.probability,
         rejected=("keep the node: its next process would probably fail, too",),
         incident=incident.id,
+        testable=incident.leave != name and not cleared_before(job, name),
     )
+
+
+def _pauses(draft: Draft) -> bool:
+    """Whether the network or the storage is given a moment before it is tried again."""
+    incident = draft.incident
+    limit = budget(incident, draft.policy)
+    wait_s = limit.pause(incident.attempts)
+    if not wait_s or lost_nodes(draft.job):
+        return False
+    if deadlines.PAUSE in draft.job.deadlines:
+        return True
+    draft.wake(deadlines.PAUSE, wait_s)
+    draft.move_job("WAITING", f"a pause of {wait_s:g} s before attempt {incident.attempts + 1}: {limit.fault} fault")
+    draft.clear(deadlines.CAPACITY, deadlines.STORE, *_EVIDENCE, deadlines.REBUILD, deadlines.VERIFY, deadlines.SETTLE)
+    return True
+
+
+def _clear_innocent(draft: Draft) -> None:
+    """What came back with the same stack elsewhere was not the fault of the node that had to go for it."""
+    job, incident = draft.job, draft.incident
+    if why := came_back(incident):
+        for name in dict.fromkeys(death.node for death in incident.deaths if death.node in job.evicted):
+            draft.note(f"node {name} may be innocent: {why}; `keepstep undo {name}` lets it be used again")
 
 
 def _roster(draft: Draft, plan: Plan) -> Roster | None:
@@ -216,7 +248,7 @@ def enter(draft: Draft, roster: Roster) -> None:
     for node in [*places, *(n for n in before if n not in places)]:
         order_join(draft, node)
     new = roster.mode != "in_process"
-    draft.clear(*_EVIDENCE, deadlines.STORE, deadlines.CAPACITY, deadlines.VERIFY, deadlines.SETTLE)
+    draft.clear(*_EVIDENCE, deadlines.PAUSE, deadlines.STORE, deadlines.CAPACITY, deadlines.VERIFY, deadlines.SETTLE)
     limit_s = draft.policy.first_start_s if new else draft.policy.rebuild_s
     draft.wake(deadlines.REBUILD, limit_s + roster.boundary_s)
 
