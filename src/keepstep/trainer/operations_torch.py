@@ -7,11 +7,12 @@ from typing import Any, Final
 
 import torch
 
-from keepstep.model.flight import DTYPES, OPS, code
+from keepstep.model.flight import DTYPES, OPS
 
 _DTYPES: Final[dict[torch.dtype, int]] = {
     getattr(torch, name): number << 8 for number, name in enumerate(DTYPES) if hasattr(torch, name)
 }
+_Tensor: Final = torch.Tensor
 _OTHER: Final = DTYPES.index("other") << 8
 
 
@@ -45,10 +46,12 @@ def describe(kind: Operation, args: Sequence[Any], ranks: Sequence[int]) -> tupl
         if kind.tensor < 0:
             return kind.op, 0
         given = args[kind.tensor]
-        if isinstance(given, torch.Tensor):
+        if given.__class__ is list and len(given) == 1:
+            given = given[0]
+        if given.__class__ is _Tensor:  # the way of almost all calls
             elements, dtype = given.numel(), _DTYPES.get(given.dtype, _OTHER)
         else:
-            elements, dtype = _count(given)
+            elements, dtype = _count(given if given.__class__ is list else [given])
         if kind.peer:
             return kind.op | dtype | ranks[args[kind.peer]] + 1 << 16, elements
         return kind.op | dtype, elements
@@ -104,8 +107,3 @@ OPERATIONS: Final[dict[str, Operation]] = {
     "recv_anysource": Operation("recv_anysource", "recv_anysource", 0, sliced=False),
 }
 """By their names in ProcessGroup."""
-
-
-def kind_of(op: str, dtype: torch.dtype, peer: int = -1) -> int:
-    """The word of an operation's kind, for whoever has no call at hand."""
-    return code(OPS.index(op), _DTYPES.get(dtype, _OTHER) >> 8, peer)
