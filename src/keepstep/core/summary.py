@@ -5,12 +5,14 @@ Everything is read from the log's records, so a live controller, an offline log 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from keepstep.core.summary_cause import cause_lines, said_lines
 from keepstep.core.summary_copies import copies_lines
 from keepstep.core.summary_decisions import investigation_lines
-from keepstep.core.summary_lines import clock, evidence_line, record_words, rejections
+from keepstep.core.summary_lines import clock, evidence_line, record_words, rejections, stalled_line, stands
+from keepstep.model.facts import RankStalled
 from keepstep.model.ids import IncidentId
 from keepstep.model.records import (
     AnyRecord,
@@ -30,6 +32,10 @@ __all__ = ["AnyRecord", "incident_block", "incident_timeline", "of_incident"]
 
 EVIDENCE_SHOWN = 8
 """Lines of evidence in a block; the timeline has them all."""
+VERDICT_SHOWN = 4
+"""Lines of a hang's evidence that only the verdict has: positions, stacks, connections."""
+_IDLE = re.compile(r"rank \d+ idle ")
+"""What the verdict repeats of the ranks' own reports."""
 
 
 def incident_block(records: Iterable[AnyRecord], incident: str) -> list[str]:
@@ -47,7 +53,7 @@ def incident_block(records: Iterable[AnyRecord], incident: str) -> list[str]:
     who = f"culprit: {guilty.category}  p={guilty.probability:.2f}" if guilty else "culprit: not known yet"
     title = guilty.reason if guilty else opened.title
     lines = [f"error[{incident}]: {title:<64}  {who}", f"  --> {_where(own, opened, suspects)}"]
-    lines += [f"   |  {line}" for line in (*said_lines(suspects), *_evidence(own))]
+    lines += [f"   |  {line}" for line in (*said_lines(suspects), *_evidence(own, guilty))]
     lines += [f"  = {line}" for line in (*cause_lines(guilty), *_outcome(own))]
     lines.append(f"  help: keepstep incident {incident} --timeline | keepstep logs {opened.job} --first-error")
     return lines
@@ -126,12 +132,19 @@ def _step(own: Sequence[AnyRecord]) -> int | None:
     return None
 
 
-def _evidence(own: Sequence[AnyRecord]) -> list[str]:
+def _evidence(own: Sequence[AnyRecord], guilty: SuspectNamed | None) -> list[str]:
+    """What was observed; of a hang, which all ranks report alike, also what told one from the others."""
     lines: list[str] = []
+    stalled = [r.fact for r in own if isinstance(r, Observed) and isinstance(r.fact, RankStalled)]
     for record in own:
-        line = evidence_line(record.fact) if isinstance(record, Observed) else ""
+        fact = record.fact if isinstance(record, Observed) else None
+        alike = [f for f in stalled if isinstance(fact, RankStalled) and stands(f) == stands(fact)]
+        line = stalled_line(alike) if alike else evidence_line(fact) if fact is not None else ""
         if line and line not in lines:
             lines.append(line)
+        if record is guilty and guilty is not None and stalled:
+            told = [words for words in guilty.evidence if not _IDLE.match(words)]
+            lines += [f"{clock(guilty.at)}  verdict   {words}" for words in told[:VERDICT_SHOWN]]
     if len(lines) > EVIDENCE_SHOWN:
         left = len(lines) - EVIDENCE_SHOWN
         return [*lines[:EVIDENCE_SHOWN], f"and {left} more"]

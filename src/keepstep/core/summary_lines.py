@@ -114,6 +114,18 @@ def evidence_line(fact: AnyFact) -> str:
     return f"{clock(fact.at)}  {source:<9} {fact_words(fact)}"
 
 
+def stalled_line(alike: Sequence[RankStalled]) -> str:
+    """One line for ranks that stand alike, in the form of ``evidence_line``."""
+    first = min(alike, key=lambda fact: fact.at)
+    who = f"rank{'s' if len(alike) > 1 else ''} {fold_ranks([fact.rank for fact in alike])}"
+    return f"{clock(first.at)}  progress  {who} idle for {min(f.idle_s for f in alike):.1f} s, {stands(first)}"
+
+
+def stands(fact: RankStalled) -> str:
+    """Where a rank that has fallen silent stands, by its own count."""
+    return f"{'inside' if fact.started > fact.finished else 'outside of'} collective {fact.started}"
+
+
 def checkpoint_words(fact: CheckpointNoted) -> str:
     """What happened to a checkpoint, in one phrase."""
     who = "" if fact.rank is None else f"rank {fact.rank}: "
@@ -180,8 +192,7 @@ def fact_words(fact: AnyFact) -> str:
         case WorkerFrozen():
             return f"rank {fact.rank} on {fact.node} ({fact.slot}) in state {fact.state} for {fact.for_s:.1f} s"
         case RankStalled():
-            where = "inside" if fact.started > fact.finished else "outside of"
-            return f"rank {fact.rank} idle for {fact.idle_s:.1f} s, {where} collective {fact.started}"
+            return f"rank {fact.rank} idle for {fact.idle_s:.1f} s, {stands(fact)}"
         case StallEnded():
             return f"rank {fact.rank} moves again"
         case CollectiveBroken():
