@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from benchmarks.guard import TRIAL, WORKER, losses
 
 from keepstep.cli.demo import clean_environment

@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from keepstep.core.cases import Investigation
 from keepstep.core.summary import incident_block
@@ -226,6 +228,74 @@ def test_a_test_that_cannot_be_made_leaves_it_to_a_person() -> None:
     says(made, "sdc-close", "lm-sdc1", "CLEARED")
     assert case(made).state == "CLEARED"
     assert [order.clear for order in orders(made, TaintCheckpoints)][-1]
+
+
+def test_a_test_that_never_reports_ends_without_a_verdict() -> None:
+    """Its agent was lost, say. What was seen is still held against the machine."""
+    made = fleet()
+    flip(made)
+    made.later(made.mind.policy.soak_s + made.mind.policy.soak_patience_s + 1)
+    assert states(made)[-1] == "CLEARED"
+    assert "no self-test came to an end" in case(made).why
+    guard(made, "replicas", 3, step=40, why=WHY, since=32)
+    assert states(made, 2)[-1] == "CONFIRMED"
+
+
+WORDS = st.one_of(
+    st.builds(
+        lambda what, ranks, step, verdict, since: ("guard", what, ranks, step, verdict, since),
+        st.sampled_from(["nonfinite", "spike", "replicas", "rolled_back", "gone", "judged", "quarantined"]),
+        st.sets(st.integers(0, 3), max_size=2),
+        st.sampled_from([11, 12, 40]),
+        st.sampled_from(["", "data", "software", "transient", "hardware"]),
+        st.sampled_from([None, 8]),
+    ),
+    st.builds(
+        lambda node, passed, request: ("test", node, passed, request),
+        st.sampled_from(["n0", "n1", "x0"]),
+        st.sampled_from([True, False, None]),
+        st.integers(1, 4),
+    ),
+    st.builds(
+        lambda verb, number, state, ranks: ("say", verb, number, state, ranks),
+        st.sampled_from(["sdc-open", "sdc-step", "sdc-close"]),
+        st.integers(1, 4),
+        st.sampled_from(["REPLAY", "VOTE", "SOAK", "CONFIRMED", "CLEARED", "SUSPECTED", "NONE"]),
+        st.sets(st.integers(0, 5), max_size=2),
+    ),
+    st.builds(lambda rank: ("kill", rank), st.integers(0, 3)),
+    st.builds(lambda seconds: ("later", seconds), st.sampled_from([1.0, 2000.0])),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(WORDS, max_size=12), st.sampled_from(["observe", "assist", "auto"]))
+def test_no_order_of_words_confuses_an_investigation(words: list[Any], mode: Any) -> None:
+    """Guards, self-tests, people, lost ranks and time in any order: no illegal move, the log rebuilds the state, and
+    nobody is evicted for corruption without a verdict."""
+    made = fleet(policy=Policy(mode=mode))
+    for kind, *more in words:
+        if made.job.over:
+            break
+        if kind == "guard":
+            what, ranks, step, verdict, since = more
+            guard(made, what, *sorted(ranks), step=step, verdict=verdict if what == "judged" else "", since=since)
+        elif kind == "test":
+            node, passed, request = more
+            examined(made, node, passed=passed, request=request)
+        elif kind == "say":
+            verb, number, state, ranks = more
+            says(made, verb, f"lm-sdc{number}", state, *sorted(ranks))
+        elif kind == "kill":
+            if made.holder(more[0]) is not None:
+                made.kill(more[0])
+                made.pump()
+        else:
+            made.later(more[0])
+    moves = [r for r in made.log if isinstance(r, InvestigationMoved) and r.to == "CONFIRMED"]
+    convicted = {node for move in moves for node in made.job.investigations[move.investigation].nodes}
+    ours = [one for one in evictions(made) if one.why.startswith("silent data corruption")]
+    assert {node for one in ours for node in one.nodes} <= convicted
 
 
 def test_people_open_step_and_close() -> None:

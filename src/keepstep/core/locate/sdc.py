@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from keepstep.core.cases import Investigation
 from keepstep.core.decide.proposals import propose
+from keepstep.core.detect import deadlines
 from keepstep.core.draft import Draft, nanos
 from keepstep.core.locate.sdc_orders import clear_taint, order_soak, order_taint
 from keepstep.core.locate.sdc_tell import tell
@@ -68,6 +69,15 @@ def self_test_done(draft: Draft, fact: SelfTestDone) -> None:
         evidence += [f"{node} came to the same digest" for node in same]
         why = f"{fact.node} passed the self-test ({work}); a second corruption from it would be proof"
         move(draft, known, "CLEARED", why, evidence=tuple(evidence))
+
+
+def soak_is_over(draft: Draft, name: str) -> None:
+    """A suspect has had time enough: its test was lost with its agent, or with the orders of a past epoch."""
+    known = draft.job.investigations.get(name)
+    if known is None or known.state != "SOAK" or draft.job.over:
+        return
+    why = "no self-test came to an end in time; a second corruption from it would be proof"
+    move(draft, known, "CLEARED", why)
 
 
 def confirm(draft: Draft, known: Investigation, why: str, evidence: tuple[str, ...], probability: float) -> None:
@@ -191,6 +201,7 @@ def _vote(draft: Draft, known: Investigation, why: str) -> None:
         return
     tested = order_soak(draft, known)
     if tested:
+        draft.wake(deadlines.soak(known.id), draft.policy.soak_s + draft.policy.soak_patience_s)
         move(draft, known, "SOAK", f"self-test of {', '.join(tested)} while training goes on")
 
 
@@ -273,7 +284,7 @@ def _before(draft: Draft, nodes: tuple[NodeId, ...], but: str = "") -> Investiga
 
 def _exonerated(one: Investigation) -> bool:
     """Something else was to blame, or a person has said so."""
-    return one.state == "CLEARED" and "passed the self-test" not in one.why
+    return one.state == "CLEARED" and "self-test" not in one.why
 
 
 def _awaited(job: Job, known: Investigation, fact: SelfTestDone) -> bool:
