@@ -51,7 +51,7 @@ def culprit_of(cause: Cause, log: Log) -> Culprit:
     if (
         not node
         and cause.category == "infrastructure"
-        and cause.action in ("replace_node", "isolate_and_verify", "restart_in_place")
+        and cause.action in ("replace_node", "isolate_and_verify", "restart_in_place", "investigate")
     ):
         node = _only_node(cause, log)
     if node and cause.category == "infrastructure":

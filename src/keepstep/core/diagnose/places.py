@@ -12,7 +12,7 @@ NODES_TRACKED = 50_000
 
 _HOST = re.compile(
     r"(?<![\w./-])((?:node|host|gpu|dgx|hgx|compute|trn|nid|cn|vm|server|worker|trainer|gn|hpc|a100|h100|h200|b200|mi300|rack\d*)"
-    r"(?:-?[a-z][a-z0-9]*)*-?\d+(?:-\d+)*|ip-\d+-\d+-\d+-\d+|[a-z][a-z0-9]{1,11}(?:-[a-z0-9]{1,12}){0,3}-\d{2,5})(?![\w/])(?!\.\w)",
+    r"(?:[a-z][a-z0-9]{0,60})?(?:-[a-z][a-z0-9]{0,60}){0,8}-?\d+(?:-\d+)*|ip-\d+-\d+-\d+-\d+|[a-z][a-z0-9]{1,11}(?:-[a-z0-9]{1,12}){0,3}-\d{2,5})(?![\w/])(?!\.\w)",
     re.IGNORECASE,
 )
 _NODE_RANGE = re.compile(
@@ -42,7 +42,7 @@ _DEVICE = re.compile(
 )
 """Words before a PCI address that say what has it; a GPU or something ``other``."""
 _GPU = re.compile(
-    r"\b(?:GPU|Device|cuda:|hip:|npu:|nvidia-smi.{0,8} -i|accelerator)[ #:=]?\[?(\d{1,2})\b(?!\s*(?:GPUs?|of|total|GiB|MiB|GB|C\b|%|-\d))",
+    r"\b(?:GPU|Device|cuda:|hip:|npu:|nvidia-smi.{0,8} -i|accelerator)[ #:=]?[\[\x22]?(\d{1,2})\b(?!\s*(?:GPUs?|of|total|GiB|MiB|GB|C\b|%|-\d))",
     re.IGNORECASE,
 )
 _DATA_FILE = re.compile(

@@ -12,22 +12,29 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from keepstep.core.diagnose import refine_network as network
 from keepstep.core.diagnose import refine_numbers as numbers
 from keepstep.core.diagnose import refine_storage as storage
-from keepstep.core.diagnose.cause import SHARED_NODES, Cause, died, machine, passing, spread, users
+from keepstep.core.diagnose.cause import Cause, died, machine, passing, spread, users
 from keepstep.core.diagnose.observe import Log
 from keepstep.core.diagnose.refine_python import python
 
 SEVERAL_JOBS = 3
 """Jobs in which the same GPU faults, after which it is not the jobs' programs."""
 _JOB = re.compile(r"\b(?:job|user)[ =#]?(\w{1,12})", re.IGNORECASE)
-MANY_FLAPS = 3
-"""Times a link may go down before its cable is blamed."""
 _AWAY = re.compile(r"spot|interrupt|reclaim|preempt|terminat|retire|maintenance|shutting down|TERMINATE", re.IGNORECASE)
 _OFF = re.compile(r"power off/down|state (?:is )?off|powered off|outage|power (?:loss|cut)", re.IGNORECASE)
 _NO_SUCH_NAME = re.compile(
     r"Name or service not known|NXDOMAIN|Errno -2|no such host|nodename nor servname", re.IGNORECASE
 )
+_OF_SETTINGS = re.compile(
+    r"load_config|\bconf(?:ig)?s?/|\bds_\w+\.json|config\w*\.json|settings\.\w+|\.ya?ml\b|hparams", re.IGNORECASE
+)
+_OF_SAMPLES = re.compile(
+    r"\b(?:sample|record|document|row|shard|jsonl|parquet|dataset)s?\b|__getitem__|__iter__", re.IGNORECASE
+)
+NEAR_LINES = 3
+"""Lines around a fault that may say which file it is."""
 _SKIPS = re.compile(r"\bskipp(?:ed|ing)\b|on_error|ignor(?:ed|ing)|fall(?:ing|s)? back|substitut", re.IGNORECASE)
 """A bad sample that the program itself passed over."""
 _REGISTRY_AWAY = re.compile(
@@ -101,7 +108,7 @@ def _scope(cause: Cause, log: Log) -> Cause:
         "container_runtime",
         "storage_read_only",
     ):
-        return replace(cause, action="replace_node" if cause.nodes else "investigate")
+        return replace(cause, action="replace_node" if cause.nodes or len(log.told_nodes) == 1 else "investigate")
     return cause
 
 
@@ -111,53 +118,6 @@ def _scope_one(cause: Cause, log: Log) -> Cause:
     if log.has("only_here"):
         return replace(cause, weight=cause.weight + 0.08, why="its peers are well")
     return replace(cause, action="isolate_and_verify") if spread(cause, log) else cause
-
-
-def _link(cause: Cause, log: Log) -> Cause:
-    if len(cause.nodes) >= SHARED_NODES:
-        return replace(
-            cause,
-            id="switch_failure",
-            action="retry_with_backoff",
-            transient=True,
-            weight=0.82,
-            why="many machines lost it at once, so it is none of theirs",
-        )
-    if log.went_on and not died(log) and (log.has("link_up") or log.has("recovered")):
-        return replace(
-            cause, category="none", action="no_action", transient=True, weight=0.5, why="training did not notice"
-        )
-    downs = max(log.counts["link_down"], _count(log, "many_times"))
-    bad_cable = "cable_fault" in log.findings or "nic_failure" in log.findings
-    often = downs > MANY_FLAPS and not log.has("first_time")
-    if bad_cable or often or _count(log, "many_times") > MANY_FLAPS:
-        return machine(
-            replace(cause, id="link_flap_repeating"),
-            0.87,
-            f"it went down {downs} times" if downs > 1 else "its cable is bad",
-        )
-    if log.has("link_up") or log.has("recovered") or log.has("first_time"):
-        return passing(cause, "link_flap_single", "restart_in_place", 0.76, "it came back, and did not go down again")
-    return machine(cause, 0.8, "it did not come back")
-
-
-def _cable(cause: Cause, log: Log) -> Cause:
-    return replace(cause, id="link_flap_repeating" if "link_down" in log.findings else cause.id)
-
-
-def _count(log: Log, tag: str) -> int:
-    counts = [int(one.fields["count"]) for one in log.tags.get(tag, ()) if one.fields.get("count", "").isdigit()]
-    return max(counts, default=0)
-
-
-def _fabric(cause: Cause, log: Log) -> Cause:
-    if spread(cause, log) and cause.id == "rdma_device_broken":
-        return users(replace(cause, id="bad_nccl_env"), 0.7, "no machine has such a device")
-    if log.has("only_here") or log.has("many_times"):
-        return replace(cause, weight=cause.weight + 0.2, why="only this machine reports it")
-    if cause.id == "rdma_device_broken" and len(cause.nodes) == 1 and not log.has("link_up"):
-        return replace(cause, why="no other machine reports it")
-    return replace(cause, action="restart_in_place", transient=None)
 
 
 def _app_fault(cause: Cause, log: Log) -> Cause:
@@ -192,6 +152,13 @@ def _data_value(cause: Cause, log: Log) -> Cause:
     return replace(cause, weight=cause.weight + 0.05) if log.has("elsewhere_too") or log.has("again") else cause
 
 
+def _around(cause: Cause, log: Log) -> list[str]:
+    """The lines of the cause, and those close to them."""
+    first = cause.findings[0].number
+    near = [line.text for line in log.tail if abs(line.number - first) <= NEAR_LINES]
+    return [*(one.text for one in cause.findings[:5]), *near]
+
+
 def _taken(cause: Cause, log: Log) -> Cause:
     """A machine that is taken away has to be replaced, although nothing is wrong with it."""
     named = [one for one in cause.findings if one.node and _AWAY.search(one.text)]
@@ -207,6 +174,8 @@ def _power(cause: Cause, log: Log) -> Cause:
 
 
 def _data_file(cause: Cause, log: Log) -> Cause:
+    if any(map(_OF_SETTINGS.search, _around(cause, log))) and not any(map(_OF_SAMPLES.search, _around(cause, log))):
+        return users(replace(cause, id="bad_arguments"), cause.weight, "it is a file of settings")
     if cause.id == "missing_shard" and spread(cause, log):
         return users(replace(cause, id="wrong_data_path"), cause.weight, "no rank finds it")
     return cause
@@ -230,19 +199,11 @@ def _port(cause: Cause, log: Log) -> Cause:
     )
 
 
-def _switch(cause: Cause, log: Log) -> Cause:
-    if log.has("recovered") or log.has("link_up"):
-        return passing(cause, "network_switch_restarted", "retry_with_backoff", cause.weight, "it came back")
-    return replace(cause, action="retry_with_backoff", transient=None, why="a switch is no node")
-
-
-def _unreachable(cause: Cause, log: Log) -> Cause:
-    if log.has("only_here"):
-        return machine(cause, cause.weight + 0.1, "only one machine is affected")
-    return replace(cause, action="investigate", transient=None)
-
-
 def _shm(cause: Cause, log: Log) -> Cause:
+    if log.has("stale_process"):
+        return passing(
+            cause, "stale_shared_memory", "restart_in_place", cause.weight, "an earlier attempt left it full"
+        )
     if log.has("only_here"):
         return machine(cause, cause.weight, "only one machine is affected")
     return cause
@@ -287,17 +248,6 @@ def _image(cause: Cause, log: Log) -> Cause:
     if log.has("pulling_image") or log.has("recovered") or _REGISTRY_AWAY.search(told):
         return passing(cause, "image_pull", "retry_with_backoff", cause.weight, "the registry did not answer in time")
     return _scope(cause, log)
-
-
-def _congestion(cause: Cause, log: Log) -> Cause:
-    """Congestion belongs to the fabric, unless one machine alone makes it."""
-    if log.has("recovered"):
-        return passing(cause, cause.id, "retry_with_backoff", cause.weight, "it went away by itself")
-    if log.has("only_here") and len(cause.nodes) == 1 and not spread(cause, log):
-        return replace(cause, weight=cause.weight + 0.05, why="only this machine is affected")
-    return replace(
-        cause, action="retry_with_backoff", transient=True, why="it is the fabric's, and no single machine's"
-    )
 
 
 def _storm(cause: Cause, log: Log) -> Cause:
@@ -348,22 +298,22 @@ def _reboot(cause: Cause, log: Log) -> Cause:
 _FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
     "app_fault": _app_fault,
     "assertion": _app_fault,
-    "cable": _cable,
+    "cable": network.cable,
     "checkpoint": storage.checkpoint,
-    "congestion": _congestion,
+    "congestion": network.congestion,
     "cpu_heat": _cpu_heat,
     "data_file": _data_file,
     "data_value": _data_value,
     "ecc": _ecc,
     "evicted": _evicted,
-    "fabric": _fabric,
+    "fabric": network.fabric,
     "fs_slow": storage.fs_slow,
     "full": storage.full,
     "gpu_oom": numbers.gpu_memory,
     "host_oom": numbers.host_memory,
     "image": _image,
     "killed": _killed,
-    "link": _link,
+    "link": network.link,
     "loader_killed": _loader_killed,
     "logging": _logging,
     "long_work": _long_work,
@@ -388,6 +338,6 @@ _FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
     "shm": _shm,
     "storage_stall": storage.stall,
     "storm": _storm,
-    "switch": _switch,
-    "unreachable": _unreachable,
+    "switch": network.switch,
+    "unreachable": network.unreachable,
 }

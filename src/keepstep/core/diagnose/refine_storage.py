@@ -68,6 +68,10 @@ def _spread_of_storage(cause: Cause, log: Log) -> bool:
 
 def full(cause: Cause, log: Log) -> Cause:
     """A full system disk is its machine's; a full shared file system nobody's."""
+    if log.has("stale_process") and any("/dev/shm" in one.text or "/torch_" in one.text for one in cause.findings):
+        return passing(
+            cause, "stale_shared_memory", "restart_in_place", cause.weight, "an earlier attempt left it full"
+        )
     local = any(_LOCAL_PLACE.search(one.text) for one in cause.findings)
     if local and len(cause.nodes) == 1 and not spread(cause, log):
         return machine(cause, cause.weight, "a disk of this machine alone is full")

@@ -19,7 +19,7 @@ KERNEL: tuple[Rule, ...] = (
     ),
     infra(
         "cpu_machine_check",
-        r"\bIERR\b.*Assert|machine check.*(?:fatal|uncorrect|exception)|mce: .*(?:Uncorrected|Fatal|UC )|Machine Check(?: Exception)?: \d+ Bank \d+: [b-f][\da-f]{15}|CATERR|MCERR|CPU \d+.*(?:Processor|Thermal Trip).*Assert",
+        r"\bIERR\b.*Assert|machine check.*(?:fatal|uncorrect|exception)|mce: .*(?:Uncorrected|Fatal|UC )|Machine Check(?: Exception)?: \d+ Bank \d+: [abef][\da-f]{15}|CATERR|MCERR|CPU \d+.*(?:Processor|Thermal Trip).*Assert",
         "ierr|machine check|mce|caterr|mcerr|processor|thermal trip",
         "the processor reported an error that it could not correct",
         weight=0.93,

@@ -7,6 +7,16 @@ from keepstep.core.diagnose.rule import Rule, follows, harmless, infra, passing,
 _NCCL = "NVIDIA/nccl"
 NETWORK: tuple[Rule, ...] = (
     infra(
+        "network_settings",
+        r"has no (?:ip(?:v[46])? )?address\b|DHCP.{0,30}(?:lost|expired|fail|no offer)|\bmtu \d+.{0,20}(?:peers|others?|instead|vs|but)|wrong (?:vlan|subnet|mtu|netmask|gateway|route)|duplicate (?:ip )?address|ip(?: address)? conflict|(?:vlan|route|subnet) (?:is )?missing|neigh\w*\W.{0,40}\bFAILED\b",
+        "no address|no ip|dhcp|mtu|wrong|duplicate|conflict|missing|neigh",
+        "the network of the machine is set up wrongly",
+        weight=0.74,
+        family="scope_one",
+        source="iproute2",
+        samples="tx-0700: ip -br a: ib0 has no address (DHCP lease lost)",
+    ),
+    infra(
         "ib_subnet_manager_down",
         r"(?:opensm|subnet manager|\bSM\b port)\b.{0,80}(?:down|died|exit|stopp|lost|no standby|crash|kill|fail|not running|dead|gone)|(?:all|every) (?:hosts?|nodes?|ports?)\b.{0,60}\bState: ?Init|no subnet manager",
         "opensm|subnet manager|sm port|state: init|state init",
@@ -19,8 +29,8 @@ NETWORK: tuple[Rule, ...] = (
     ),
     user(
         "collective_mismatch",
-        r"Detected mismatch between collectives|Collectives differ in the following|mismatch(?:ed)? (?:between|of|in) collective|collective.{0,40}(?:mismatch|out of order|different (?:order|op))|(?:size|op|dtype) mismatch.{0,40}(?:seq|collective)|Message truncated ?:|ranks?.{0,30}(?:called|running|in) all_?(?:reduce|gather)\b.{0,60}(?:rank|others?).{0,30}(?:barrier|broadcast|all_?gather|reduce_?scatter)|ncclInvalidArgument.*mismatch|flight recorder.{0,60}size \[(\d+)\].{0,20}size \[(?!\1\])|no (?:recv|send|matching \w+) posted|(?:send|recv) .{0,40}\bboth sides\b|both sides? (?:wait|send|recv)\w*|ranks? [\d, -]+ in (?P<one>all_?reduce|all_?gather|barrier|broadcast|reduce_?scatter|all_?to_?all|reduce|gather|scatter|recv|send)\b.{0,80}ranks? [\d, -]+ in (?!(?P=one)\b)(?:all_?reduce|all_?gather|barrier|broadcast|reduce_?scatter|all_?to_?all|reduce|gather|scatter|recv|send)\b",
-        "mismatch|collectives differ|collective|message truncated|in all_reduce|in allreduce|running all|called all|flight recorder|all_gather|posted|both sides|both side",
+        r"nobody (?:sends|receives|posts)|waits? in recv\b.{0,80}waits? in recv|waits? in send\b.{0,80}waits? in send|Detected mismatch between collectives|Collectives differ in the following|mismatch(?:ed)? (?:between|of|in) collective|collective.{0,40}(?:mismatch|out of order|different (?:order|op))|(?:size|op|dtype) mismatch.{0,40}(?:seq|collective)|Message truncated ?:|ranks?.{0,30}(?:called|running|in) all_?(?:reduce|gather)\b.{0,60}(?:rank|others?).{0,30}(?:barrier|broadcast|all_?gather|reduce_?scatter)|ncclInvalidArgument.*mismatch|flight recorder.{0,60}size \[(\d+)\].{0,20}size \[(?!\1\])|no (?:recv|send|matching \w+) posted|(?:send|recv) .{0,40}\bboth sides\b|both sides? (?:wait|send|recv)\w*|ranks? [\d, -]+ in (?P<one>all_?reduce|all_?gather|barrier|broadcast|reduce_?scatter|all_?to_?all|reduce|gather|scatter|recv|send)\b.{0,80}ranks? [\d, -]+ in (?!(?P=one)\b)(?:all_?reduce|all_?gather|barrier|broadcast|reduce_?scatter|all_?to_?all|reduce|gather|scatter|recv|send)\b",
+        "mismatch|collectives differ|collective|message truncated|in all_reduce|in allreduce|running all|called all|flight recorder|all_gather|posted|both sides|both side|nobody|in recv|in send",
         "ranks call different collectives, or with different sizes",
         weight=0.9,
         source="modelscope/ms-swift#9443",

@@ -7,6 +7,25 @@ from keepstep.core.diagnose.rule import Rule, follows, harmless, infra, passing,
 _TORCH = "PyTorch"
 PYTHON: tuple[Rule, ...] = (
     user(
+        "no_learning",
+        r"loss (?:is |stays? |remains? )?(?:constant|flat|unchanged) .{0,40}(?:steps|\d)|loss (?:does not|never) (?:move|fall|change|decrease)|grad(?:ient)?[ _]?norm (?:is )?0\.0+\b(?!\d)|empty parameter list|no (?:trainable )?parameters? (?:require|to optimi[sz]e)",
+        "loss constant|loss flat|loss unchanged|loss is|loss stays|loss remains|loss does not|loss never|norm|empty parameter list|parameters require|parameter require|to optimi",
+        "nothing is learned: the optimizer does not see the parameters, or their gradients are gone",
+        weight=0.66,
+        source="PyTorch optim",
+        samples="loss constant 11.03 for 3000 steps, grad norm 0.0 ; optimizer got an empty parameter list",
+    ),
+    user(
+        "input_settings",
+        r"with num_workers ?= ?\d+\W.{0,40}\d|num_workers ?= ?[01]\b.{0,60}(?:wait|slow|storage|util)|(?:wait|slow|util)\S*.{0,80}num_workers ?= ?[01]\b",
+        "num_workers",
+        "the job reads its data with too few workers",
+        role="symptom",
+        weight=0.6,
+        source="torch.utils.data",
+        samples="with num_workers=12: 1.3 -> 0.45 s",
+    ),
+    user(
         "program_crash",
         r"panicked at '?(?P<file>[\w./+-]+):(?P<line>\d+)|\bpanic: |^\W{0,3}what\(\): .*?(?:\bat (?P<file2>[\w./+-]+\.(?:cu|cuh|cpp|cc|cxx|c|h|hpp|rs|go)):(?P<line2>\d+))?$|(?P<file3>/(?!opt/pytorch|pytorch|build)[\w./+-]+\.(?:zig|rs|go|jl|java|scala|swift|f90|cu|cpp|cc|c)):(?P<line3>\d+)(?::\d+)?:? (?:in \w+|error|panic|assert)|Exception in thread \"|^ERROR: (?:\w+Error)\b|goroutine \d+ \[running\]|fatal error: (?!.*cuda)|\w+: \S+\.(?:c|cc|cpp|cu|h):\d+: .{0,200}Assertion `.*' failed",
         "panicked at|panic:|what():|in |error|panic|assert|exception in thread|goroutine|fatal error",

@@ -19,7 +19,7 @@ SCHEDULER: tuple[Rule, ...] = (
     ),
     infra(
         "healed_by_replacement",
-        r"(?:after|since) (?:replacing|swapping(?: out)?|removing|excluding|cordoning|draining|taking out) (?P<node>[\w.-]*\d[\w.-]*)\b.{0,60}(?:\bruns?\b|works|fine|gone|trains|\bok\b|no (?:more )?(?:errors?|failures?|hangs?)|normal|passes)|(?:runs|works|trains|passes) (?:fine |well )?without (?P<node2>[\w.-]*\d[\w.-]*)",
+        r"\b(?:ok|fine|well) without (?P<node3>[\w.-]*\d[\w.-]*)|(?:after|since) (?:replacing|swapping(?: out)?|removing|excluding|cordoning|draining|taking out) (?P<node>[\w.-]*\d[\w.-]*)\b.{0,60}(?:\bruns?\b|works|fine|gone|trains|\bok\b|no (?:more )?(?:errors?|failures?|hangs?)|normal|passes)|(?:runs|works|trains|passes) (?:fine |well )?without (?P<node2>[\w.-]*\d[\w.-]*)",
         "replacing|swapping|removing|excluding|cordoning|draining|taking out|without",
         "the job runs since this machine was taken out",
         weight=0.84,
@@ -180,8 +180,8 @@ SCHEDULER: tuple[Rule, ...] = (
     ),
     infra(
         "container_runtime",
-        r"nvidia-container-cli: (?!requirement)|OCI runtime|failed to create (?:shim|containerd)|could not select device driver|device plugin.{0,40}(?:unhealthy|fail)|FailedMount|MountVolume\.\w+ failed|unable to attach or mount|enroot.{0,40}(?:fail|error)|pyxis.{0,60}(?:fail|error|couldn't)|prolog.{0,30}(?:fail|error)|Prolog (?:failed|hung)|cgroup.{0,40}(?:fail|cannot)",
-        "nvidia-container|oci runtime|failed to create|device driver|device plugin|failedmount|mountvolume|attach or mount|enroot|pyxis|prolog|cgroup",
+        r"prolog\S*.{0,80}(?:exit\w* (?:with )?(?:code )?[1-9]|failure)|nvidia-container-cli: (?!requirement)|OCI runtime|failed to create (?:shim|containerd)|could not select device driver|device plugin.{0,40}(?:unhealthy|fail)|FailedMount|MountVolume\.\w+ failed|unable to attach or mount|enroot.{0,40}(?:fail|error)|pyxis.{0,60}(?:fail|error|couldn't)|prolog.{0,30}(?:fail|error)|Prolog (?:failed|hung)|cgroup.{0,40}(?:fail|cannot)",
+        "nvidia-container|oci runtime|failed to create|device driver|device plugin|failedmount|mountvolume|attach or mount|enroot|pyxis|prolog|cgroup|prolog",
         "the machine cannot start the container",
         weight=0.72,
         family="scope",
