@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from keepstep.core.summary import incident_block
 from keepstep.core.summary_lines import record_words
 from keepstep.model.facts import (
+    OperatorSaid,
     RankAdvanced,
     RankJoined,
     RankResumed,
@@ -23,8 +25,9 @@ from keepstep.model.facts import (
 )
 from keepstep.model.ids import NodeId, Rank
 from keepstep.model.records import Observed, StandbyMoved
+from keepstep.model.settings import Policy
 from keepstep.model.stacks import Frame
-from tests.core.fleet import SECOND, START, Fleet, running, spec
+from tests.core.fleet import JOB, SECOND, START, Fleet, running, spec
 
 HERE = Path(__file__).parent / "transcripts"
 _ROUTINE = (StandbyReady, StoreReady, RankAdvanced, RankJoined, RankResumed, SdkAttached, TimePassed)
@@ -287,6 +290,25 @@ def poisoned_seat() -> Story:
     return tale
 
 
+def a_person_decides() -> Story:
+    """Mode assist: a node whose processes fail again and again stays until somebody says yes, and comes back."""
+    fleet = running(standby_nodes=1, policy=Policy(mode="assist", evictions_per_hour=1))
+    tale = story(fleet).note("rank 3 dies three times within a few minutes")
+    for _ in range(3):
+        fleet.kill(3)
+        fleet.pump()
+        fleet.later(60.0)
+    tale.note("ann looks at the proposal and approves it")
+    words: Any = {"job": JOB, "by": "ann", "subject": "lm-p1"}
+    fleet.tell(OperatorSaid(at=fleet.now, verb="approve", why="its memory is suspect", **words))
+    fleet.pump()
+    tale.note("an hour later the memory test has passed")
+    fleet.later(3600.0)
+    fleet.tell(OperatorSaid(at=fleet.now, verb="undo", why="its memory is fine", **words))
+    fleet.pump()
+    return tale
+
+
 def fault_at_level_0() -> Story:
     """A script without the SDK: the whole job is restarted, and the echo of the others is not blamed."""
     fleet = running(sdk=False)
@@ -344,6 +366,7 @@ STORIES: list[Callable[[], Story]] = [
     second_fault_during_recovery,
     newcomer_never_resumes,
     poisoned_seat,
+    a_person_decides,
     fault_at_level_0,
     fault_after_the_loop,
     too_few_nodes,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from keepstep.core.summary_cause import cause_lines, said_lines
 from keepstep.core.summary_copies import copies_lines
-from keepstep.core.summary_decisions import investigation_lines
+from keepstep.core.summary_decisions import investigation_lines, proposal_lines
 from keepstep.core.summary_lines import clock, evidence_line, record_words, rejections, stalled_line, stands
 from keepstep.model.facts import RankStalled
 from keepstep.model.ids import IncidentId
@@ -145,6 +145,8 @@ def _evidence(own: Sequence[AnyRecord], guilty: SuspectNamed | None) -> list[str
         if record is guilty and guilty is not None and stalled:
             told = [words for words in guilty.evidence if not _IDLE.match(words)]
             lines += [f"{clock(guilty.at)}  verdict   {words}" for words in told[:VERDICT_SHOWN]]
+    if not lines and guilty is not None:  # a planned swap: what speaks against the node was seen before
+        lines = [f"{clock(guilty.at)}  verdict   {words}" for words in guilty.evidence]
     if len(lines) > EVIDENCE_SHOWN:
         left = len(lines) - EVIDENCE_SHOWN
         return [*lines[:EVIDENCE_SHOWN], f"and {left} more"]
@@ -160,6 +162,7 @@ def _outcome(own: Sequence[AnyRecord]) -> list[str]:
         lines += [f"        not {line}" for line in rejections(plan.rejected)]
     lines += [f"node:   {r.node} -> {r.to}: {r.why}" for r in own if isinstance(r, NodeMoved) and r.to == "QUARANTINED"]
     lines += investigation_lines(own)
+    lines += proposal_lines(own)
     lines += copies_lines(own)
     measured = next((r for r in own if isinstance(r, IncidentMeasured)), None)
     ended = next((r for r in own if isinstance(r, IncidentMoved) and r.to in ("RESOLVED", "ESCALATED")), None)

@@ -50,3 +50,28 @@ def investigation_lines(records: Iterable[AnyRecord]) -> list[str]:
         more = "".join(f"; {line}" for line in move.evidence)
         lines.append(f"sdc:    {move.investigation} {move.to}: {move.why}{more}")
     return lines
+
+
+def proposal_lines(records: Iterable[AnyRecord]) -> list[str]:
+    """What became of each proposal in these records, and how a person can decide otherwise."""
+    first: dict[str, ProposalMoved] = {}
+    last: dict[str, ProposalMoved] = {}
+    for record in records:
+        if isinstance(record, ProposalMoved):
+            first.setdefault(record.proposal, record)
+            last[record.proposal] = record
+    lines = []
+    for name, move in last.items():
+        opened = first[name]
+        what = f"{opened.kind} of node {', '.join(opened.nodes)} " if opened.nodes else ""
+        match move.to:
+            case "PROPOSED":
+                way_out = f"{opened.held}; keepstep approve {name} | keepstep reject {name}"
+            case "APPROVED":
+                way_out = f"waits for a spare node and a calm moment; keepstep reject {name}"
+            case "CARRIED_OUT":
+                way_out = f"approved by {move.by}; keepstep undo {name}"
+            case "REJECTED" | "EXPIRED" | "UNDONE":
+                way_out = move.why
+        lines.append(f"asked:  {name} {what}{move.to}: {way_out}")
+    return lines
