@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from keepstep.core.recover.act import unhurried
 from keepstep.model.facts import RanksPaced
 from keepstep.model.ids import Nanos, NodeId, Rank
 from keepstep.model.pace import LinkPace, NodePace, RankPace
@@ -268,6 +269,14 @@ def test_a_slow_network_is_no_slow_link() -> None:
     assert job.notes == []
 
 
+def test_a_link_with_a_little_more_to_do_is_no_slow_link() -> None:
+    """Blocked twice as long as the others, a tenth of the time: traffic is never quite even."""
+    job = Paced(per_node=1)
+    uneven = lambda rank: [link(f"host-n{(rank + 1) % 4}", blocked=3.0 if rank == 1 else 1.5)]  # noqa: E731
+    job.pass_(8, changes=dict.fromkeys(range(4), waiting), links=uneven)
+    assert job.notes == []
+
+
 def test_a_window_that_a_node_leaves_out_is_not_judged() -> None:
     """Six windows, one of them without n3's word: five are left, and the fifth decides."""
     job = Paced()
@@ -315,6 +324,17 @@ def test_a_fault_is_never_asked_to_wait_for_the_end_of_a_step() -> None:
     roster = job.fleet.job.roster
     assert roster is not None
     assert roster.boundary_s == 0.0
+
+
+@pytest.mark.parametrize(("kind", "patient"), [("swap", True), ("evict", False)])
+def test_nobody_takes_another_step_with_a_node_under_suspicion(kind: str, patient: bool) -> None:
+    """A slow node may finish its step; one that may compute wrong numbers may not."""
+    job = Paced(standby_nodes=1, policy=Policy(mode="observe"))
+    job.pass_(5, changes={4: slower(1.5), 5: slower(1.5)})
+    ((name, one),) = job.fleet.job.proposals.items()
+    approved = {name: replace(one, state="APPROVED", kind=kind)}
+    assert unhurried(replace(job.fleet.job, proposals=approved), one.nodes) is patient
+    assert not unhurried(replace(job.fleet.job, proposals=approved), (NodeId("n0"),)), "nobody has proposed that"
 
 
 def test_what_is_not_worth_a_swap_is_only_told() -> None:

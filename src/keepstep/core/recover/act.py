@@ -196,10 +196,10 @@ def _roster(draft: Draft, plan: Plan) -> Roster | None:
         return None
     warm, vacant = plan.rung != "same_node", vacant_ranks(job)
     roster = rosters.reseat(job, vacant, moves, picked[1], epoch, warm=warm, incident=incident.id)
-    return replace(roster, boundary_s=draft.policy.boundary_s) if _unhurried(job, moves) and not vacant else roster
+    return replace(roster, boundary_s=draft.policy.boundary_s) if unhurried(job, moves) and not vacant else roster
 
 
-def _unhurried(job: Job, moves: Collection[NodeId]) -> bool:
+def unhurried(job: Job, moves: Collection[NodeId]) -> bool:
     """Nodes are only slow and everything works: ranks may finish the step that they are in. Under suspicion of worse
     (``evict``) nobody takes another step with them."""
     if not moves or job.broken or job.stalled or job.frozen or job.cannot:
