@@ -53,6 +53,7 @@ bench: $(VENV)/.dev ## the numbers in the README, as JSON lines
 	$(BIN)/python -m benchmarks.checkpoint_overhead --json
 	$(BIN)/python -m benchmarks.delta --json
 	$(BIN)/python -m benchmarks.replication --size-mb 1024 --json
+	$(BIN)/python -m benchmarks.localise --json
 	$(BIN)/python -m benchmarks.replay --json
 	$(BIN)/python -m benchmarks.diagnosis --json
 
