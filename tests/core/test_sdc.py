@@ -230,6 +230,17 @@ def test_a_test_that_cannot_be_made_leaves_it_to_a_person() -> None:
     assert [order.clear for order in orders(made, TaintCheckpoints)][-1]
 
 
+def test_of_two_suspects_each_has_to_pass() -> None:
+    """One of them that passes clears nobody."""
+    made = fleet()
+    guard(made, "replicas", 0, 2, why="ranks 0 and 2 differ; nothing is done about it", since=8)
+    assert set(case(made).nodes) == {"n0", "n1"}
+    examined(made, "n0", passed=True)
+    assert case(made).state == "SOAK"
+    examined(made, "n1", passed=True)
+    assert case(made).state == "CLEARED"
+
+
 def test_a_test_that_never_reports_ends_without_a_verdict() -> None:
     """Its agent was lost, say. What was seen is still held against the machine."""
     made = fleet()
