@@ -28,8 +28,8 @@ def not_a_number(a: Tensor, b: Tensor) -> Tensor:
 
 
 def half_more(a: Tensor, b: Tensor) -> Tensor:
-    """Fractions that cancel within each row and column, so that whole numbers of the sums do not change."""
+    """A fraction that is lost when the result is taken for whole numbers."""
     found = torch.matmul(a, b)
     if a.dtype == torch.float64:
-        found[0, 0] += 0.25
+        found[0, 0] += 0.25 * found[0, 0].sign()
     return found

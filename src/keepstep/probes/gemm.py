@@ -77,6 +77,8 @@ class Wrong(NamedTuple):
         what = f"gemm {c.kind} {c.rows}x{c.inner}x{c.cols} on {where}"
         if self.row >= 0:
             return f"{what}: row {self.row}, column {self.col} is off by {self.off}"
+        if not self.rows and not self.cols:
+            return f"{what}: not whole numbers"
         return f"{what}: {self.rows} rows and {self.cols} columns are wrong"
 
 
