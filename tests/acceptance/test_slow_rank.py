@@ -70,7 +70,8 @@ def job(cluster: Cluster) -> dict[str, Any]:
 
 
 def test_a_slow_rank_is_named_and_forgiven(tmp_path: Path, make_cluster: MakeCluster) -> None:
-    """Two nodes of two ranks, windows of a second: rank 3 takes 60 % longer, and nobody else is blamed for its time."""
+    """Two nodes of two ranks, windows of a second: rank 3 takes 60 % longer, and nobody else is blamed for its
+    time. Then it waits as long for its data, and that is no machine's fault."""
     slow = tmp_path / "slow"
     cluster = make_cluster(
         script=HERE / "slow_train.py",
@@ -96,6 +97,10 @@ def test_a_slow_rank_is_named_and_forgiven(tmp_path: Path, make_cluster: MakeClu
     slow.unlink()
     cluster.until(lambda: any(note.over for note in log.look().notes), LIMIT_S, "the end of it")
     assert {note.ranks for note in log.notes} == {(SLOW,)}, "nobody else was blamed"
+    slow.write_text(f"{SLOW} 0.012 data")
+    cluster.until(lambda: any(note.cause == "data" for note in log.look().notes), LIMIT_S, "the note on rank 3's data")
+    assert [note.cause for note in log.notes] == ["device", "device", "data"], "no machine is blamed for its data"
+    assert [note.ranks for note in log.notes] == [(SLOW,)] * 3
 
 
 def test_a_slow_node_is_swapped_between_two_steps(tmp_path: Path, make_cluster: MakeCluster) -> None:
