@@ -11,7 +11,7 @@ from hypothesis import given
 
 from keepstep.agent.positions import IDLE_KEPT, read_positions
 from keepstep.model.env import FLIGHT_DIR
-from keepstep.model.flight import DTYPES, OPS, RING, ROWS, code
+from keepstep.model.flight import DTYPES, HEAD_WORDS, OPS, RING, ROWS, Head, Row, code
 from keepstep.model.ids import Rank, SlotId
 from keepstep.model.position import GroupPosition, RankPosition, fold_members, unfold_members
 from keepstep.trainer.flight import Flight
@@ -69,6 +69,25 @@ def test_the_ring_keeps_the_newest(tmp_path: Path) -> None:
     assert [one.sequence for one in only(tmp_path).recent] == list(range(101 - IDLE_KEPT, 101))
     track.launch(REDUCE, 101)
     assert [one.sequence for one in only(tmp_path).recent] == list(range(101 + 2 - RING, 102))
+
+
+def test_an_operation_that_is_counted_and_not_yet_written_is_left_out(tmp_path: Path) -> None:
+    """As on a machine that makes stores visible in another order: the entry still bears an older number."""
+    memory = flight(tmp_path)
+    track = memory.track("0", [0, 1])
+    for number in range(1, RING + 1):
+        track.launch(REDUCE, number)
+    memory._words[HEAD_WORDS + Row.LAUNCHED] += 1
+    assert [one.sequence for one in only(tmp_path).recent] == list(range(3, RING + 1))
+
+
+def test_a_table_that_is_being_changed_is_not_read(tmp_path: Path) -> None:
+    memory = flight(tmp_path)
+    memory.track("0", [0, 1])
+    memory._words[Head.VERSION] += 1
+    assert read_positions(tmp_path, SLOT, Rank(0)) is None
+    memory._words[Head.VERSION] += 1
+    assert read(tmp_path).groups
 
 
 def test_messages_are_counted_by_themselves(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given
+from msgspec.structs import replace
 
 from keepstep.core.locate.collectives import Finding, find
 from keepstep.model.ids import Rank, SlotId
@@ -291,6 +292,20 @@ def test_both_ends_of_a_message_are_there_and_nobody_is_to_blame() -> None:
     found = find([told(0), told(1, ("send", 2)), told(2, ("recv", 1)), told(3)])
     assert found is not None
     assert (found.kind, found.ranks, found.suspects) == ("inside", (), ())
+
+
+def test_a_message_from_before_a_collective_is_not_what_a_rank_waits_for() -> None:
+    """0 has sent to 1 and gone on without waiting; 1 has yet to come to the receive. Both wait for 2 in the world."""
+    ranks = run(GROUPS, {rank: [WORLD] for rank in range(4)}, (2, 0))
+    at = positions(GROUPS, ranks)
+    old = Collective(sequence=1, op="send", elements=4, dtype="float32", peer=Rank(1), age_s=5.0)
+    stale = replace(at[0].groups[0], messages=(old,))
+    found = find([replace(at[0], groups=(stale, *at[0].groups[1:])), *at[1:]])
+    assert found is not None
+    assert found.ranks == (2,)
+    away = find([replace(at[0], groups=(stale, *at[0].groups[1:])), *at[1:]], elsewhere=[Rank(1)])
+    assert away is not None
+    assert away.ranks == (2,)
 
 
 def test_a_rank_that_tells_nothing_is_less_sure() -> None:

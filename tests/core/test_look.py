@@ -5,7 +5,8 @@ from __future__ import annotations
 from keepstep.core.state import Incident
 from keepstep.model.actions import TakeStacks
 from keepstep.model.facts import ActionFailed, StacksRequested, StacksTaken
-from keepstep.model.ids import NodeId, Rank
+from keepstep.model.ids import NodeId, Rank, SlotId
+from keepstep.model.position import Collective, GroupPosition, RankPosition
 from keepstep.model.records import Observed, Ordered
 from keepstep.model.stacks import Frame
 from tests.core.fleet import JOB, Fleet, running
@@ -79,6 +80,31 @@ def test_stacks_that_never_come_are_not_waited_for_longer_than_was_said() -> Non
     fleet.later(0.2)
     assert incident(fleet).suspects == ()
     assert incident(fleet).state == "RESOLVED"
+
+
+def at(rank: int, launched: int) -> RankPosition:
+    """In the world's 101st operation, or done with fewer."""
+    last = Collective(sequence=launched, op="all_reduce", elements=4, dtype="float32")
+    group = GroupPosition(group="0", members="0-3", launched=launched, finished=min(launched, 100), last=last)
+    return RankPosition(rank=Rank(rank), slot=SlotId(f"s{rank}"), groups=(group,))
+
+
+def test_a_rank_that_came_to_rest_after_the_look_is_looked_at_again() -> None:
+    """When the others fell silent rank 3 was still on its way; where it has come to since is what counts."""
+    fleet = running()
+    fleet.later(12.0)
+    for rank in range(3):
+        fleet.stall(rank, started=101, finished=100)
+    fleet.positions = {Rank(rank): at(rank, 99 if rank == 3 else 101) for rank in range(4)}
+    fleet.pump()
+    fleet.later(20.0)
+    assert len(looks(fleet)) == 2
+    assert incident(fleet).state == "LOCATING"
+    fleet.positions = {Rank(rank): at(rank, 100 if rank == 1 else 101) for rank in range(4)}
+    fleet.stall(3, started=101, finished=100)
+    fleet.pump()
+    assert len(looks(fleet)) == 4
+    assert incident(fleet).suspects == (1,)
 
 
 def test_a_node_that_cannot_look_is_not_waited_for() -> None:
