@@ -356,8 +356,10 @@ class Fleet:
         self._refill(agent)
 
     def _refill(self, agent: Agent) -> None:
-        parked = sum(proc.role == "standby" for proc in agent.procs.values())
-        for _ in range(agent.standbys - parked):
+        parked = [proc.slot for proc in agent.procs.values() if proc.role == "standby"]
+        for slot in parked[agent.standbys :]:
+            self._end(agent, slot)
+        for _ in range(agent.standbys - len(parked)):
             slot = SlotId(f"s{agent.spawned}")
             agent.spawned += 1
             agent.procs[slot] = Proc(slot=slot, role="standby")

@@ -20,7 +20,7 @@ from keepstep.core.locate.faults import Fault
 from keepstep.core.locate.past import alike
 from keepstep.core.recover import rosters
 from keepstep.core.recover.end import give_up
-from keepstep.core.standby.pool import forget_node, order_standbys, seat_standbys
+from keepstep.core.standby.pool import forget_node, order_standbys, retire_standbys, seat_standbys
 from keepstep.core.state import Job, Node, seat_key
 from keepstep.model.actions import Join, KillProcess
 from keepstep.model.ids import Nanos, NodeId, action_id, incident_id, next_major, show_epoch
@@ -242,7 +242,7 @@ def enter(draft: Draft, roster: Roster) -> None:
     draft.emit(EpochOpened(job=job.id, at=draft.now, roster=roster))
     seat_standbys(draft)
     for node in [n for n in before if n in job.nodes and job.nodes[n].health == "DRAINING"]:
-        forget_node(draft, job.nodes[node], "its node is quarantined")
+        retire_standbys(draft, job.nodes[node])
         draft.move_node(node, "QUARANTINED", "none of its ranks is left there")
     places = [place.node for place in roster.places]
     for node in [*places, *(n for n in before if n not in places)]:

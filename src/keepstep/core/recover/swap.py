@@ -17,7 +17,7 @@ from keepstep.core.detect import deadlines
 from keepstep.core.draft import Draft
 from keepstep.core.recover.act import act, open_incident
 from keepstep.core.recover.rosters import pick_store
-from keepstep.core.standby.pool import forget_node, order_standbys
+from keepstep.core.standby.pool import order_standbys, retire_standbys
 from keepstep.core.state import Job
 from keepstep.model.ids import NodeId
 from keepstep.model.records import SuspectNamed
@@ -88,6 +88,6 @@ def _retire_spares(draft: Draft) -> None:
         for name in spare:
             draft.move_node(name, "TAINTED", one.reason)
             draft.move_node(name, "DRAINING", "it has no ranks")
-            forget_node(draft, job.nodes[name], "its node is quarantined")
+            retire_standbys(draft, job.nodes[name])
             draft.move_node(name, "QUARANTINED", one.reason)
         order_standbys(draft)

@@ -76,6 +76,14 @@ def forget_node(draft: Draft, node: Node, why: str) -> None:
             draft.move_standby(standby.node, standby.slot, "GONE", why)
 
 
+def retire_standbys(draft: Draft, node: Node) -> None:
+    """A living node that is taken out keeps none: what is parked there ends, and comes anew when it is used again."""
+    forget_node(draft, node, "its node is quarantined")
+    if draft.job.level and node.link == "up":
+        id_ = action_id(draft.job.id, f"standbys-{node.node}", draft.job.order_count)
+        draft.order(KeepStandbys(id=id_, job=draft.job.id, epoch=draft.job.epoch, node=node.node, count=0))
+
+
 def arrived(draft: Draft, key: str, to: StandbyState = "ACTIVE") -> None:
     """A former standby's rank has resumed."""
     standby = draft.job.standbys.get(key)
