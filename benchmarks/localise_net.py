@@ -27,11 +27,16 @@ def missing() -> str:
 
 
 class Hosts:
-    """Namespaces ``0`` to ``count - 1``; the first address of the subnet is this machine's own."""
+    """Namespaces ``0`` to ``count - 1``; the first address of the subnet is this machine's own.
 
-    def __init__(self, count: int, subnet: str = "10.91.7") -> None:
-        tag = f"k{os.getpid() % 100000}"
-        self.subnet, self.count, self.bridge = subnet, count, f"{tag}b"
+    Args:
+        subnet: three numbers of it; drawn from this process's number where left out, so that two runs do not meet.
+    """
+
+    def __init__(self, count: int, subnet: str = "") -> None:
+        pid = os.getpid()
+        tag = f"k{pid % 1_000_000}"
+        self.subnet, self.count, self.bridge = subnet or f"10.{64 + pid % 128}.{pid // 128 % 250}", count, f"{tag}b"
         self.names = [f"{tag}-{index}" for index in range(count)]
         self._cuts: list[tuple[int, int]] = []
 
