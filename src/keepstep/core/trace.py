@@ -65,6 +65,8 @@ def _lanes(own: Sequence[AnyRecord]) -> dict[NodeId, int]:
             nodes |= dict.fromkeys(place.node for place in record.roster.places)
         elif isinstance(record, Observed) and record.fact.node:
             nodes[record.fact.node] = None
+        elif isinstance(record, SuspectNamed | NodeMoved) and record.node:
+            nodes[record.node] = None
     return {node: lane for lane, node in enumerate(nodes, CONTROLLER + 1)}
 
 
@@ -127,7 +129,7 @@ def _state(state: str, since: Nanos, until: Nanos, why: str, opened: IncidentOpe
 
 
 def _decisions(own: Sequence[AnyRecord], opened: IncidentOpened) -> list[_Event]:
-    kinds = (SuspectNamed, PlanMade, EpochOpened, NodeMoved, ProposalMoved)
+    kinds = (SuspectNamed, PlanMade, EpochOpened, ProposalMoved)
     return [
         _mark(
             _short(record), _us(record.at, opened), CONTROLLER, _DECISION_ROW, "decision",
@@ -146,8 +148,6 @@ def _short(record: AnyRecord) -> str:
             return f"plan {record.rung}"
         case EpochOpened():
             return f"epoch {show_epoch(record.roster.epoch)}"
-        case NodeMoved():
-            return f"{record.node} {record.to}"
         case ProposalMoved():
             return f"{record.proposal} {record.to}"
         case _:
@@ -218,7 +218,7 @@ def _phases(fact: RankResumed, start: float, end: float, lane: int) -> list[_Eve
 
 
 def _seen(own: Sequence[AnyRecord], opened: IncidentOpened, lanes: dict[NodeId, int]) -> list[_Event]:
-    """What was observed to be wrong, on the row of the rank that it is about."""
+    """What was observed to be wrong and what became of nodes, on the row of the rank or node that it is about."""
     events = []
     for record in own:
         if isinstance(record, Observed) and evidence_line(record.fact):
@@ -228,5 +228,9 @@ def _seen(own: Sequence[AnyRecord], opened: IncidentOpened, lanes: dict[NodeId, 
             row = int(rank) if rank is not None else 0
             events.append(
                 _mark(type(fact).__name__, _us(record.at, opened), lane, row, "evidence", words=fact_words(fact))
+            )
+        elif isinstance(record, NodeMoved):
+            events.append(
+                _mark(record.to.lower(), _us(record.at, opened), lanes[record.node], 0, "node", words=record.why)
             )
     return events
