@@ -12,9 +12,9 @@ no majority names anybody at first, doing it again does.
 
 Costs are told in three ways. ``overhead_ratio``: two jobs without and with the guard take turns, mean step times of
 blocks of equal length, one ratio per round; on a machine with other work it tells that work. ``guard_share``: the time
-inside the guard's own calls as a share of the training time, in one job, waiting for other ranks included, per block of
-500 steps, so that each block has all that comes round. ``guard_cpu_share``: the same of the processor time of the
-training thread.
+inside the guard's own calls as a share of the training time, in one job, per block of 500 steps, so that each block has
+all that comes round. What ranks wait for one another there (``guard_wait_share``) they would wait at the next reduction
+of gradients, and is told apart. ``guard_cpu_share``: the share of the training thread's processor time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KINDS = ("weight", "moment", "gradient", "pair")
 JUDGED = re.compile(r"keepstep: guard: step (\d+)(?:, rank ([\d, ]+?))?(?:, [^:]*)?: judged (\w+): ")
 SHARE_STEPS = 500
 """Steps per block of the guard's share: every period of its settings comes once."""
-SHARE_WORDS = ("--width", "128", "--batch", "64", "--block", str(SHARE_STEPS))
+SHARE_WORDS = ("--width", "128", "--batch", "32", "--block", str(SHARE_STEPS))
 TOLD = re.compile(r"keepstep: guard: step (\d+)(?:, rank ([\d, ]+?))?(?:, [^:]*)?: (replicas|nonfinite|spike): ")
 FIRST = 8
 """Steps before the first fault: the guard has to have seen some that are well."""
@@ -149,13 +149,16 @@ def share(home: Path, args: argparse.Namespace) -> dict[str, Any]:
     took = home / "took.json"
     warm = 20
     words = ["--steps", str(warm + args.shares * SHARE_STEPS), "--warm", str(warm), *SHARE_WORDS, "--time", str(took)]
-    train(home / "share", 2, [*words, "--guard", '{"mode": "on"}'], limit_s=args.shares * 300.0)
+    train(home / "share", 2, [*words, "--guard", '{"mode": "on"}'], limit_s=60 + args.shares * 900.0)
     told = json.loads(took.read_text())
-    of_time = [block["guard_s"] / block["seconds"] for block in told["blocks"]]
+    of_time = [(block["guard_s"] - block["wait_s"]) / block["seconds"] for block in told["blocks"]]
+    of_wait = [block["wait_s"] / block["seconds"] for block in told["blocks"]]
     of_cpu = [block["guard_cpu_s"] / block["cpu_s"] for block in told["blocks"]]
     return {
         "guard_share": round(statistics.median(of_time), 5),
         "guard_share_spread": spread(of_time, 5),
+        "guard_wait_share": round(statistics.median(of_wait), 5),
+        "guard_wait_share_spread": spread(of_wait, 5),
         "guard_cpu_share": round(statistics.median(of_cpu), 5),
         "guard_cpu_share_spread": spread(of_cpu, 5),
         "guard_share_blocks": len(of_time),

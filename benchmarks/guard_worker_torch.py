@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import keepstep
-from keepstep.trainer import guard_torch
+from keepstep.trainer import fingerprint_torch, guard_torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "lm"))
 
@@ -38,10 +38,9 @@ class Stopwatch:
     def __init__(self) -> None:
         self.spent, self.worked, self._depth = 0.0, 0.0, 0
 
-    @property
-    def now(self) -> tuple[float, float, float, float]:
-        """Clock, processor, and of them what was spent in the watched calls."""
-        return time.perf_counter(), time.thread_time(), self.spent, self.worked
+    def now(self, waits: Stopwatch) -> tuple[float, ...]:
+        """Clock, processor, of both what was spent in the watched calls, and of the clock's what was waiting."""
+        return time.perf_counter(), time.thread_time(), self.spent, self.worked, waits.spent
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -78,10 +77,13 @@ def main() -> None:
     args = ask.parse_args()
     what, rank, at, seed = args.fault.split(":")
 
-    watch = Stopwatch()
+    watch, waits = Stopwatch(), Stopwatch()
     if args.time is not None:
         for name in ("begin", "commit", "_before_update"):
             setattr(guard_torch.Guardian, name, watch.around(getattr(guard_torch.Guardian, name)))
+        # What ranks exchange: nearly all of it is waiting for the one that comes last.
+        for module, name in ((guard_torch, "over_all_ranks"), (fingerprint_torch, "gather")):
+            setattr(module, name, waits.around(getattr(module, name)))
     ks = keepstep.init(guard=keepstep.Guard(**args.guard) if args.guard else None)
     text, draw = corpus(), random.Random(int(seed))
     torch.manual_seed(1)
@@ -96,10 +98,10 @@ def main() -> None:
         flip(whole, draw, bit=30)
         return whole
 
-    marks: list[tuple[float, float, float, float]] = []
+    marks: list[tuple[float, ...]] = []
     for step in ks.steps(args.steps):
         if step.index >= args.warm and (step.index - args.warm) % args.block == 0:
-            marks.append(watch.now)
+            marks.append(watch.now(waits))
         strikes = left > 0 and step.index == int(at)
         with step:
             inputs, targets = batch(text, seed=1, step=step.index, rank=ks.rank, size=args.batch, context=args.context)
@@ -117,9 +119,9 @@ def main() -> None:
                 flip(parameter if what == "weight" else optimizer.state[parameter]["exp_avg"], draw)
             step.commit(loss=loss)
     if args.time is not None and ks.rank == 0:
-        marks.append(watch.now)
+        marks.append(watch.now(waits))
         spans = [[b - a for a, b in zip(one, other, strict=True)] for one, other in itertools.pairwise(marks)]
-        names = ("seconds", "cpu_s", "guard_s", "guard_cpu_s")
+        names = ("seconds", "cpu_s", "guard_s", "guard_cpu_s", "wait_s")
         state = sum(p.numel() * p.element_size() for p in model.parameters())
         args.time.write_text(json.dumps({"blocks": [dict(zip(names, s, strict=True)) for s in spans], "bytes": state}))
 

@@ -42,9 +42,15 @@ def passed(trouble: Trouble, first: Sequence[Losses], again: Sequence[Losses]) -
         first, again: losses by rank, of the steps up to the one in question.
     """
     world = len(first)
+    step, odd = earliest(first, again)
+    if trouble.ranks and not set(odd) <= set(trouble.ranks):
+        why = (
+            f"it is gone, but step {step} came to other losses on other ranks, too: it had not the same input again "
+            f"(is the data registered?), so nobody can be named"
+        )
+        return _transient(trouble, (), world, why)
     if trouble.ranks:
         return _transient(trouble, trouble.ranks, world, "it was seen there, and is gone now that it was done again")
-    step, odd = earliest(first, again)
     if odd and (len(odd) < world or world == 1):
         why = f"the loss of step {step} came out otherwise when it was done again, all before it are the same bits"
         return _transient(trouble, odd, world, why)

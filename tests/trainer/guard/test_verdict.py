@@ -63,6 +63,16 @@ def test_who_was_seen_is_named_before_anything_is_compared() -> None:
     assert (found.verdict, found.ranks, found.others) == ("transient", (2,), (0, 1, 3))
 
 
+def test_other_input_the_second_time_accuses_nobody() -> None:
+    """Data that nobody has registered goes on instead of back: other losses on all ranks are no sign of a machine."""
+    first, again = [{9: "a", 10: "nan"}, {9: "b", 10: "c"}], [{9: "x", 10: "y"}, {9: "z", 10: "w"}]
+    found = verdict.passed(BAD._replace(ranks=(0,)), first, again)
+    assert found.ranks == ()
+    assert "is the data registered?" in found.why
+    same = [{9: "a", 10: "d"}, {9: "b", 10: "c"}]
+    assert verdict.passed(BAD._replace(ranks=(0,)), first, same).ranks == (0,)
+
+
 def test_alone_a_rank_can_only_be_itself() -> None:
     assert verdict.passed(BAD, [{9: "a"}], [{9: "b"}]).ranks == (0,)
     assert verdict.passed(BAD, [{9: "a"}], [{9: "a"}]).ranks == ()
