@@ -65,6 +65,7 @@ def test_a_proposal_from_the_list_to_its_undoing(capsys: pytest.CaptureFixture[s
     (row,) = answered(capsys, "proposals")["proposals"]
     assert (row["id"], row["state"], row["nodes"], row["ranks"]) == ("lm-p1", "PROPOSED", ["n1"], "2-3")
     assert row["held"] == "mode assist: waits for a person"
+    assert {"assist", "lm-p1"} <= set(told(capsys, "status", "-o", "wide")[1].split())
     code, out, err = told(capsys, "approve", "p1", "--dry-run")
     assert (code, out) == (0, "")
     assert "would take node n1 out of job lm" in err

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from keepstep.core.cases import Proposal
+from keepstep.core.decide.limits import mode_of
 from keepstep.core.decide.proposals import propose
 from keepstep.core.draft import Draft
 from keepstep.model.facts import CheckpointNoted, OperatorSaid, StopRequested, StoreLost
@@ -199,6 +200,35 @@ def test_many_suspects_of_a_rack_make_the_rack_the_suspect() -> None:
     assert (
         "3 nodes of rack r1 are suspect at the same time (n1, n2, n3): the rack is" in fleet.job.proposals["lm-p3"].held
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "allowed", "mode"),
+    [
+        (None, "auto", "auto"),
+        (None, "observe", "observe"),
+        ("auto", "observe", "observe"),
+        ("assist", "auto", "assist"),
+    ],
+)
+def test_the_stricter_of_two_modes_counts_until_a_person_speaks(asked: Any, allowed: Any, mode: str) -> None:
+    """What the job's owner asks for, and what the controller of many jobs allows."""
+    fleet = running(policy=Policy(mode=allowed), mode=asked)
+    assert mode_of(fleet.job, fleet.mind.policy) == mode
+    said(fleet, "mode", other="auto")
+    assert mode_of(fleet.job, fleet.mind.policy) == "auto"
+
+
+def test_a_job_chooses_its_breaker_and_its_protected_nodes() -> None:
+    """Both come with the job; the controller's own count as well."""
+    fleet = running(standby_nodes=2, policy=Policy(protected=("n0",)), protected=("n1",), evictions_per_hour=0)
+    suspect(fleet, "n0")
+    suspect(fleet, "n1")
+    suspect(fleet, "x0")
+    held = [one.held for one in fleet.job.proposals.values()]
+    assert "n0 is protected" in held[0]
+    assert "n1 is protected" in held[1]
+    assert "evictions_per_hour 0" in held[2]
 
 
 def test_the_only_node_stays() -> None:

@@ -45,6 +45,8 @@ JOB_COLUMNS = (
     Column("DURABLE", "durable", wide=True),
     Column("NO_COPY", "ranks_without_copy", wide=True),
     Column("BEHIND", "behind", wide=True),
+    Column("MODE", "mode", wide=True),
+    Column("ASKED", "asked", wide=True),
     Column("SUBMITTED", "submitted_at", wide=True),
     Column("RUN_DIR", "run_dir", wide=True),
     Column("REASON", "why"),
@@ -121,6 +123,8 @@ def show_status(where: Where, job: str, output: str) -> int:
     open_ones = [row["incident_open"] for row in rows if row["incident_open"]]
     if open_ones:
         hint(f"next: keepstep incident {open_ones[0]} --timeline")
+    elif asked := [row["job"] for row in rows if row.get("automation", {}).get("proposals_open")]:
+        hint(f"next: keepstep proposals {asked[0]}")
     elif rows:
         hint(f"next: keepstep job {rows[0]['job']} | keepstep incidents {rows[0]['job']}")
     return 0
@@ -215,11 +219,13 @@ def checkpoint_rows(job: Mapping[str, Any], now_s: float) -> list[dict[str, Any]
 
 
 def told(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A job's row with its durable generations as one cell, and what is behind as another."""
+    """A job's row with its durable generations as one cell, what is behind as another, and what people are asked."""
     tiers = row.get("checkpoints") or ()
     cells = [f"{one['tier']}:{one['step']}{'' if one['verified'] else ' (not verified)'}" for one in tiers]
     behind = [f"{one['tier']}:{one['what']}" for one in row.get("checkpoint_troubles") or ()]
-    return {**row, "durable": " ".join(cells), "behind": " ".join(behind)}
+    automation = row.get("automation") or {}
+    decided = {"mode": automation.get("mode"), "asked": " ".join(automation.get("proposals_open", ()))}
+    return {**row, "durable": " ".join(cells), "behind": " ".join(behind), **decided}
 
 
 def age(at: str | None, now_s: float) -> str:
