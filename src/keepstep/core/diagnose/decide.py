@@ -10,20 +10,24 @@ from msgspec.structs import replace
 from keepstep.core.diagnose.absent import absent, home
 from keepstep.core.diagnose.cause import Cause
 from keepstep.core.diagnose.culprit import culprit_of
+from keepstep.core.diagnose.leaning import leaning
 from keepstep.core.diagnose.observe import Finding, Log
+from keepstep.core.diagnose.order import ENOUGH, earliest_first, first, recent
 from keepstep.core.diagnose.refine import refine
 from keepstep.core.diagnose.result import Alternative, Category, Culprit, Diagnosis, Evidence, Rejected
 
-ENOUGH = 0.34
-"""Weight below which a candidate is a consequence of something that the log does not show."""
+SHORT = 200
+"""Lines; the words of a longer log are about everything."""
+_ABOUT = {
+    "infrastructure": "machines",
+    "user_code": "the program and its settings",
+    "data": "data",
+    "transient": "something that passes",
+}
 SURE = 0.85
 """Weight of a fault on one machine alone, from which on the user's errors are its consequences."""
 EVIDENCE_LINES = 8
 OTHERS_NAMED = 4
-EARLIEST = 0.05
-"""Bonus of the candidate that was seen first."""
-STALE_S = 6 * 3600.0
-"""Seconds before the last trouble, after which a fault is history and not the cause."""
 SHARPNESS = 9.0
 """How fast probability falls with weight; 0.1 of weight is a factor of 2.5."""
 _PROGRESS = re.compile(r"\b(?:step|iter(?:ation)?|epoch|loss|it/s|s/it)\b", re.IGNORECASE)
@@ -49,7 +53,7 @@ def _causes(log: Log) -> list[Cause]:
         rule = best.rule
         if rule.role in ("cascade", "teardown") or (rule.role == "benign"):
             continue
-        for part in _parts(id, _earliest_first(findings, log)):
+        for part in _parts(id, earliest_first(findings, log)):
             made.append(
                 refine(
                     Cause(
@@ -67,25 +71,8 @@ def _causes(log: Log) -> list[Cause]:
     mismatch = _mismatch(log)
     if mismatch is not None and "collective_mismatch" not in log.findings:
         made.append(mismatch)
-    made = _first(_recent(made), log)
+    made = first(recent(made), log)
     return sorted(made, key=lambda cause: (-cause.weight, cause.findings[0].number, cause.id))
-
-
-def _recent(causes: list[Cause]) -> list[Cause]:
-    """Old faults weigh little beside fresh ones: the job ran on after them."""
-    last = {
-        id(cause): max((one.time for one in cause.findings if one.time is not None), default=None) for cause in causes
-    }
-    known = [time for time in last.values() if time is not None]
-    if not known:
-        return causes
-    end = max(known)
-    return [
-        replace(cause, weight=cause.weight - 0.4, why="it was over long before")
-        if (time := last[id(cause)]) is not None and end - time > STALE_S
-        else cause
-        for cause in causes
-    ]
 
 
 def _parts(id: str, findings: list[Finding]) -> list[list[Finding]]:
@@ -96,47 +83,6 @@ def _parts(id: str, findings: list[Finding]) -> list[list[Finding]]:
     for one in findings:
         kinds.setdefault(one.fields.get("thing", ""), []).append(one)
     return list(kinds.values())
-
-
-def _first(causes: list[Cause], log: Log) -> list[Cause]:
-    """Prefer what was seen first: by corrected time where every candidate tells one, else by place in the log.
-
-    A lead over another node that is smaller than what their clocks may differ by is no lead.
-    """
-    serious = [cause for cause in causes if cause.weight >= ENOUGH]
-    if len(serious) < 2:
-        return causes
-    leads = [cause.findings[0] for cause in serious]
-    times = _times(leads, log)
-    if times:
-        first = serious[times.index(min(times))]
-        node = first.findings[0].node
-        if any(
-            at - min(times) < log.clocks.tolerance(node, one.node)
-            for at, one in zip(times, leads, strict=True)
-            if one.node != node
-        ):
-            return causes
-    else:
-        first = min(serious, key=lambda cause: cause.findings[0].number)
-    return [replace(cause, weight=cause.weight + EARLIEST) if cause is first else cause for cause in causes]
-
-
-def _times(findings: list[Finding], log: Log) -> list[float]:
-    """Corrected times of all of them; none where one does not tell its time."""
-    times = [log.clocks.corrected(one.node, one.time) for one in findings if one.time is not None]
-    return times if len(times) == len(findings) else []
-
-
-def _earliest_first(findings: list[Finding], log: Log) -> list[Finding]:
-    """The findings with the one in front that came first, whatever order their files were read in."""
-    times = _times(findings, log)
-    if not times:
-        return findings
-    first = times.index(min(times))
-    if times[0] - times[first] <= log.clocks.tolerance(findings[0].node, findings[first].node):
-        return findings
-    return [findings[first], *findings[:first], *findings[first + 1 :]]
 
 
 def _mismatch(log: Log) -> Cause | None:
@@ -356,12 +302,15 @@ def _unnamed(log: Log, cascade: dict[str, int], finished: bool) -> Diagnosis:
             cascade=cascade,
         )
     missing = absent(log)
+    guess = leaning(line.text for line in log.tail) if log.lines <= SHORT else "unknown"
     consequences = [found[0] for id, found in log.findings.items() if log.role(id) == "cascade"]
     peers = Counter(one.fields["peer"] for one in log.findings.get("peer_lost", ()) if one.fields.get("peer"))
     peer = peers.most_common(1)[0][0] if peers else ""
     rank = missing[0] if len(missing) == 1 else None
     what = "unknown: no line of this log names a cause"
     node = home(missing, log) if missing else ""
+    if guess != "unknown":
+        what = f"unknown: no line of this log names a cause; its words are about {_ABOUT[guess]}"
     if missing:
         what = f"rank_never_arrived: rank {', '.join(map(str, missing))} is missing among those that waited"
     elif peer:
@@ -369,7 +318,7 @@ def _unnamed(log: Log, cascade: dict[str, int], finished: bool) -> Diagnosis:
     elif consequences:
         what = "only_consequences: the lines are consequences of a fault that this log does not show"
     return Diagnosis(
-        category="infrastructure" if missing else "unknown",
+        category="infrastructure" if missing else guess,
         root_cause=what,
         summary=f"The cause is not certain: {what.partition(': ')[2]}.",
         transient=None,

@@ -73,7 +73,8 @@ def full(cause: Cause, log: Log) -> Cause:
             cause, "stale_shared_memory", "restart_in_place", cause.weight, "an earlier attempt left it full"
         )
     local = any(_LOCAL_PLACE.search(one.text) for one in cause.findings)
-    if local and len(cause.nodes) == 1 and not spread(cause, log):
+    one = len(cause.nodes) == 1 or (not cause.nodes and len(log.told_nodes) == 1)
+    if local and one and not spread(cause, log):
         return machine(cause, cause.weight, "a disk of this machine alone is full")
     return cause
 

@@ -7,6 +7,25 @@ from keepstep.core.diagnose.rule import Rule, follows, harmless, infra, passing,
 _TORCH = "PyTorch"
 PYTHON: tuple[Rule, ...] = (
     user(
+        "job_script",
+        r"Lmod has detected|module\(s\) are unknown|sbatch: error|Batch job submission failed|[Ii]nvalid (?:account|partition|qos|constraint|feature|generic resource)|slurm_script: line \d+:|qsub: (?!job)|Unable to locate a modulefile",
+        "lmod|are unknown|sbatch|submission failed|invalid|slurm_script|qsub|modulefile",
+        "the job script asks for something that does not exist",
+        weight=0.74,
+        source="Slurm, Lmod",
+        samples="sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
+    ),
+    user(
+        "duplicate_job",
+        r"two (?:jobs|launches|runs|instances|copies)\b.{0,80}(?:writ|us(?:e|ing)|shar|same)|(?:job|run) is already running|both jobs write",
+        "two jobs|two launches|two runs|two instances|two copies|already running|both jobs",
+        "the same run was started twice",
+        role="symptom",
+        weight=0.6,
+        source="operators' notes",
+        samples="two launches of run-77 write the same folder; generation 31 overwritten",
+    ),
+    user(
         "no_learning",
         r"loss (?:is |stays? |remains? )?(?:constant|flat|unchanged) .{0,40}(?:steps|\d)|loss (?:does not|never) (?:move|fall|change|decrease)|grad(?:ient)?[ _]?norm (?:is )?0\.0+\b(?!\d)|empty parameter list|no (?:trainable )?parameters? (?:require|to optimi[sz]e)",
         "loss constant|loss flat|loss unchanged|loss is|loss stays|loss remains|loss does not|loss never|norm|empty parameter list|parameters require|parameter require|to optimi",

@@ -90,8 +90,8 @@ SLOW: tuple[Rule, ...] = (
     ),
     infra(
         "slow_link",
-        r"(?:bus ?(?:bandwidth|bw)|busbw|algbw|ib_\w+_bw|bandwidth|throughput|iperf3?|all_reduce_perf|nccl[-_]\w+|pairs?)\b.{0,80}\d+(?:\.\d+)? ?[GM](?:B|b|bit)/?p?s.{0,40}(?:expected|others?|instead|should|vs|peers|reference|normal|baseline|median)|\brate\W+\d+\b(?: ?G\S*)?.{0,30}\b(?:others?|other ports|instead|expected|should)|pairs?\W.{0,60}<->|\bSDR\b|LinkSpeed.{0,20}(?:downgraded|degraded)|link (?:speed|width) .{0,30}(?:instead|reduced|lower)",
-        "bandwidth|busbw|bus bw|algbw|ib_|throughput|iperf|all_reduce_perf|nccl|pair|rate|sdr|linkspeed|link speed|link width",
+        r"(?:bus ?(?:bandwidth|bw)|busbw|algbw|ib_\w+_bw|bandwidth|throughput|iperf3?|all_reduce_perf|nccl[-_]\w+|p2p\w*|pairs?)\b.{0,80}\d+(?:\.\d+)? ?[GM](?:B|b|bit)/?p?s.{0,40}(?:expected|others?|instead|should|vs|peers|reference|normal|baseline|median)|\brate\W+\d+\b(?: ?G\S*)?.{0,30}\b(?:others?|other ports|instead|expected|should)|pairs?\W.{0,60}<->|\bSDR\b|LinkSpeed.{0,20}(?:downgraded|degraded)|link (?:speed|width) .{0,30}(?:instead|reduced|lower)",
+        "bandwidth|busbw|bus bw|algbw|ib_|throughput|iperf|all_reduce_perf|nccl|pp|pair|rate|sdr|linkspeed|link speed|link width",
         "a link or machine moves data more slowly than its peers",
         role="symptom",
         weight=0.62,

@@ -6,6 +6,17 @@ from keepstep.core.diagnose.rule import Rule, data, infra, passing, user
 
 _CKPT = r"(?:ckpt|checkpoint|\.pt\b|\.pth\b|\.distcp|\.safetensors|global_step|mp_rank|optim|model_states|\.ckpt\b|state_dict|iter_\d)"
 STORAGE: tuple[Rule, ...] = (
+    passing(
+        "shared_fs_stall",
+        r"Connection restored to .{0,120}after \d+ ?s|(?:stalled|paused|blocked|hung) (?:for )?\d+ ?(?:s|sec\w*|min\w*),? (?:then|and) (?:went on|continued|came back|resumed)",
+        "connection restored|went on|continued|came back|resumed",
+        "the shared file system paused, and came back",
+        action="no_action",
+        role="symptom",
+        weight=0.5,
+        source="Lustre",
+        samples="Lustre: scratch-MDT0000: Connection restored to 10.1.0.3@o2ib after 140 s on all clients",
+    ),
     infra(
         "storage_mount_hang",
         r"nfs: server (?P<thing>\S+) not responding|nfs:? .*(?:timed out|not responding)|\b(?:mount|filesystem|file system|lustre|gpfs|beegfs|weka|vast|ceph|juicefs|fuse)\b.{0,60}(?:hang|hung|not responding|stalled|unresponsive|blocked)|state D\b.{0,40}(?:nfs|rpc_wait|lustre)|rpc_wait_bit_killable",
@@ -24,7 +35,7 @@ STORAGE: tuple[Rule, ...] = (
         id="storage_back",
         role="context",
         category="none",
-        pattern=r"nfs: server \S+ OK|(?:mount|server|filesystem|storage|nas)\b.{0,40}(?:\bOK\b|back\b|recovered|reconnected|restored)|Connection restored to",
+        pattern=r"^(?!.*\bnot (?:yet |come )?back\b).*?(?:nfs: server \S+ OK|(?:mount|server|filesystem|storage|nas)\b.{0,40}(?:\bOK\b|back\b|recovered|reconnected|restored)|Connection restored to)",
         words=("nfs", "mount", "server", "filesystem", "storage", "nas", "connection restored"),
         says="the storage came back",
         source="Linux NFS client",
@@ -76,8 +87,8 @@ STORAGE: tuple[Rule, ...] = (
     ),
     infra(
         "storage_full",
-        r"df \S+:? +100 ?%|IUse%? 100|No space left on device|\bENOSPC\b|Errno 28\b|disk (?:is )?full|100% /(?!dev/shm)|no inodes|StorageFull|DiskPressure|ephemeral[- ]storage.{0,40}(?:exceed|evict|low)",
-        "no space left|enospc|errno|disk full|disk is full|% /|inodes|storagefull|diskpressure|ephemeral|df |iuse",
+        r"(?:^|\s)/[\w/]{1,40} 100 ?% (?:used|full)|df \S+:? +100 ?%|IUse%? 100|No space left on device|\bENOSPC\b|Errno 28\b|disk (?:is )?full|100% /(?!dev/shm)|no inodes|StorageFull|DiskPressure|ephemeral[- ]storage.{0,40}(?:exceed|evict|low)",
+        "no space left|enospc|errno|disk full|disk is full|% /|inodes|storagefull|diskpressure|ephemeral|df |iuse|% used|% full",
         "a file system is full",
         action="free_storage_then_resume",
         weight=0.86,
