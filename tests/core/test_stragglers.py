@@ -151,6 +151,28 @@ def test_what_no_machine_is_guilty_of(parts: dict[str, float], cause: str, words
     assert job.proposals == []
 
 
+def crowded(pace: RankPace) -> RankPace:
+    """As on a node with too few processors: every rank waits for one, more or less by chance, wherever it is."""
+    stolen = 0.05 + 0.25 * ((pace.rank * 37 + pace.first * 11) % 10) / 10
+    return replace(
+        pace, step_s=pace.step_s + 0.3, wait_s=pace.wait_s + 0.3 - stolen, starved_s=stolen, data_s=0.9 * stolen + 0.01
+    )
+
+
+def test_too_few_processors_everywhere_is_nobodys_fault() -> None:
+    """Neither a rank nor the data is slow, although much of the time in both is spent waiting for a processor."""
+    job = Paced()
+    job.pass_(20, changes=dict.fromkeys(range(8), crowded))
+    assert job.notes == []
+
+
+def test_a_slow_rank_among_crowded_ones_is_seen_through_the_noise() -> None:
+    """What the processors' queue takes is known, and left out of the comparison."""
+    job = Paced()
+    job.pass_(6, changes=dict.fromkeys(range(8), crowded) | {5: lambda pace: crowded(slower(1.3)(pace))})
+    assert [(note.cause, note.ranks) for note in job.notes] == [("device", (5,))]
+
+
 def test_uneven_input_is_no_slow_machine() -> None:
     """A rank that is given half as much again takes half as long again."""
     job = Paced(standby_nodes=1)
@@ -324,6 +346,32 @@ def test_a_fault_is_never_asked_to_wait_for_the_end_of_a_step() -> None:
     roster = job.fleet.job.roster
     assert roster is not None
     assert roster.boundary_s == 0.0
+
+
+def test_rank_zero_alone_is_busy_and_not_broken() -> None:
+    """Scripts let it write logs and evaluate: told, and never swapped, unless its node is hot as well."""
+    job = Paced(standby_nodes=1)
+    job.pass_(7, changes={0: slower(1.5)})
+    (note,) = job.notes
+    assert (note.cause, note.ranks, note.probability) == ("work", (0,), 0.5)
+    assert job.proposals == []
+    hot = Paced(standby_nodes=1)
+    hot.pass_(5, changes={0: slower(1.5)}, machines={"n0": NodePace(clock_mhz=900.0, clock_limit_mhz=2900.0)})
+    assert [note.cause for note in hot.notes] == ["thermal"]
+    assert hot.proposals
+
+
+def test_a_rank_that_is_slow_everywhere_is_not_moved_twice() -> None:
+    """Moved to the spare node, it is as slow as before: its work, and the second spare node stays where it is."""
+    job = Paced(standby_nodes=2)
+    job.pass_(5, changes={5: slower(1.5)})
+    assert [one.to for one in job.proposals] == ["PROPOSED", "APPROVED", "CARRIED_OUT"]
+    job.fleet.train()
+    job.window = 0
+    job.pass_(8, changes={5: slower(1.5)})
+    assert [note.cause for note in job.notes] == ["device", "work"]
+    assert "on n2 it was slow, too" in job.notes[-1].why
+    assert len(job.proposals) == 3
 
 
 @pytest.mark.parametrize(("kind", "patient"), [("swap", True), ("evict", False)])

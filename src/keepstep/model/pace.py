@@ -58,6 +58,11 @@ class RankPace(Struct, frozen=True, kw_only=True):
         """What the rank took for itself: step time net of waiting for others."""
         return max(0.0, self.step_s - self.wait_s)
 
+    @property
+    def work_s(self) -> float:
+        """Own time in which it could run at all; a neighbour that takes the processor is no work of its own."""
+        return max(0.0, self.own_s - self.starved_s)
+
 
 class NodePace(Struct, frozen=True, kw_only=True):
     """What the node itself says of its speed at the end of a window; ``None`` where it cannot be read.

@@ -231,8 +231,8 @@ class StragglerNoted(Record, frozen=True, kw_only=True):
     """Ranks are slow, or not any more (``over``), and why; nobody is evicted by this record.
 
     Attributes:
-        cause: ``data``, ``gc``, ``save`` (snapshots), ``starved`` (no processor), ``input``, ``pipeline``: no machine is
-            guilty. ``thermal``, ``link``, ``node``, ``device``: one is.
+        cause: ``data``, ``gc``, ``save`` (snapshots), ``starved`` (no processor), ``input``, ``work`` (its own),
+            ``pipeline``: no machine is guilty. ``thermal``, ``link``, ``node``, ``device``: one is.
         slowdown: of the whole job: 1.2 is a fifth longer than without them.
         peer: the other node of a slow pair.
     """

@@ -8,7 +8,7 @@ the node, one device of it. Where nobody takes longer for himself and all wait, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median_low
@@ -20,7 +20,7 @@ from keepstep.model.ids import NodeId, Rank
 from keepstep.model.pace import NodePace, RankPace
 from keepstep.model.topology import Layout
 
-Cause = Literal["data", "gc", "save", "starved", "input", "pipeline", "thermal", "link", "node", "device"]
+Cause = Literal["data", "gc", "save", "starved", "input", "work", "pipeline", "thermal", "link", "node", "device"]
 OF_MACHINES: frozenset[Cause] = frozenset({"thermal", "link", "node", "device"})
 """Causes that another machine would cure."""
 EXPLAINED = 0.5
@@ -47,9 +47,14 @@ class Window:
     step_s: float
 
     @cached_property
-    def order(self) -> list[Rank]:
+    def by_own(self) -> list[Rank]:
         """Ranks by their own time, the longest first."""
         return sorted(self.ranks, key=lambda rank: -self.ranks[rank].own_s)
+
+    @cached_property
+    def by_work(self) -> list[Rank]:
+        """The same by their work."""
+        return sorted(self.ranks, key=lambda rank: -self.ranks[rank].work_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +96,15 @@ def judge(windows: Sequence[Window], where: Where, share: float) -> list[Finding
     ranks = set.intersection(*(set(window.ranks) for window in windows)) if windows else set()
     if not ranks:
         return []
-    slow = {one.rank: one for group in _groups(ranks, where) for one in _slow(windows, group, share)}
-    found = [*_work(windows, where, slow), *_machines(windows, where, slow)]
+    groups = _groups(ranks, where)
+    found = _starved(windows, where, [one for group in groups for one in _slow(windows, group, share, _own_s)])
+    hungry = {rank for one in found for rank in one.ranks}
+    slow = {
+        one.rank: one for group in groups for one in _slow(windows, group, share, _work_s) if one.rank not in hungry
+    }
+    found += [*_work(windows, where, slow), *_machines(windows, where, slow)]
     found += _stages(windows, where, ranks, share)
-    if not slow:
+    if not found:
         found += _all_wait_for_data(windows, ranks)
     return sorted(found, key=lambda one: -one.slowdown)
 
@@ -119,17 +129,23 @@ def _groups(ranks: set[Rank], where: Where) -> list[list[Rank]]:
     return list(stages.values())
 
 
-def _slow(windows: Sequence[Window], group: Sequence[Rank], share: float) -> list[Slow]:
-    own = [{rank: window.ranks[rank].own_s for rank in group} for window in windows]
-    return slow_ranks(own, [window.step_s for window in windows], share)
+Part = Callable[[RankPace], float]
+_own_s: Part = lambda pace: pace.own_s  # noqa: E731
+_work_s: Part = lambda pace: pace.work_s  # noqa: E731
 
 
-def _cost(windows: Sequence[Window], ranks: Sequence[Rank]) -> float:
+def _slow(windows: Sequence[Window], group: Sequence[Rank], share: float, part: Part) -> list[Slow]:
+    times = [{rank: part(window.ranks[rank]) for rank in group} for window in windows]
+    return slow_ranks(times, [window.step_s for window in windows], share)
+
+
+def _cost(windows: Sequence[Window], ranks: Sequence[Rank], part: Part = _work_s) -> float:
     culprits = set(ranks)
     lost = []
     for window in windows:
-        theirs = [window.ranks[rank].own_s for rank in ranks]
-        others = next((window.ranks[rank].own_s for rank in window.order if rank not in culprits), max(theirs))
+        order = window.by_own if part is _own_s else window.by_work
+        theirs = [part(window.ranks[rank]) for rank in ranks]
+        others = next((part(window.ranks[rank]) for rank in order if rank not in culprits), max(theirs))
         lost.append(max(theirs) - others)
     return round(slowdown(lost, [window.step_s for window in windows]), 4)
 
@@ -140,8 +156,19 @@ _PARTS: tuple[tuple[Cause, Callable[[RankPace], float], str], ...] = (
     ("data", lambda pace: pace.data_s, "waits for data"),
     ("gc", lambda pace: pace.gc_s, "collects garbage"),
     ("save", lambda pace: pace.save_s, "is held up by snapshots"),
-    ("starved", lambda pace: pace.starved_s, "is ready to run and has no processor"),
 )
+
+
+def _starved(windows: Sequence[Window], where: Where, slow: Sequence[Slow]) -> list[Finding]:
+    """Ranks that are slow because something else takes the processor."""
+    ranks = [one.rank for one in slow]
+    because = _beyond(windows, where, ranks, lambda pace: pace.starved_s) if ranks else {}
+    mine = [one for one in slow if because[one.rank] >= EXPLAINED * one.excess_s]
+    if not mine:
+        return []
+    worst = max(because[one.rank] for one in mine)
+    words = f"is ready to run and has no processor, {worst * 1e3:.0f} ms longer per step than its peers"
+    return [_finding(windows, where, "starved", mine, words, part=_own_s)]
 
 
 def _work(windows: Sequence[Window], where: Where, slow: dict[Rank, Slow]) -> list[Finding]:
@@ -173,7 +200,7 @@ def _typical(windows: Sequence[Window], where: Where, part: Callable[[RankPace],
 
 
 def _beyond(
-    windows: Sequence[Window], where: Where, slow: Mapping[Rank, Slow], part: Callable[[RankPace], float]
+    windows: Sequence[Window], where: Where, slow: Iterable[Rank], part: Callable[[RankPace], float]
 ) -> dict[Rank, float]:
     """What each of these has of it beyond its peers, seconds per step."""
     usual = _typical(windows, where, part)
@@ -193,7 +220,7 @@ def _larger(windows: Sequence[Window], where: Where, slow: Mapping[Rank, Slow]) 
 
 
 def _finding(
-    windows: Sequence[Window], where: Where, cause: Cause, slow: Sequence[Slow], because: str, *, sure: float = 1.0
+    windows: Sequence[Window], where: Where, cause: Cause, slow: Sequence[Slow], because: str, *, part: Part = _work_s
 ) -> Finding:
     ranks = tuple(sorted(one.rank for one in slow))
     return Finding(
@@ -201,8 +228,8 @@ def _finding(
         ranks=ranks,
         nodes=tuple(dict.fromkeys(where.nodes[rank] for rank in ranks)),
         times=round(max(one.times for one in slow), 3),
-        slowdown=_cost(windows, ranks),
-        probability=round(sure * certainty(min(one.margin for one in slow)), 2),
+        slowdown=_cost(windows, ranks, part),
+        probability=certainty(min(one.margin for one in slow)),
         because=because,
         evidence=tuple(parts_words(rank, where.nodes[rank], [w.ranks[rank] for w in windows]) for rank in ranks[:8]),
     )
@@ -242,7 +269,7 @@ def _stages(windows: Sequence[Window], where: Where, ranks: set[Rank], share: fl
     if len(groups) < 2:
         return []
     own = [
-        {Rank(stage): typical([w.ranks[rank].own_s for rank in group]) for stage, group in enumerate(groups)}
+        {Rank(stage): typical([w.ranks[rank].work_s for rank in group]) for stage, group in enumerate(groups)}
         for w in windows
     ]
     found = []
@@ -263,7 +290,11 @@ def _stages(windows: Sequence[Window], where: Where, ranks: set[Rank], share: fl
 
 
 def _all_wait_for_data(windows: Sequence[Window], ranks: set[Rank]) -> list[Finding]:
-    shares = [typical([w.ranks[rank].data_s for rank in ranks]) / max(w.step_s, 1e-9) for w in windows]
+    # Where processors are short, loading in this process is slow as everything else is.
+    shares = [
+        typical([max(0.0, p.data_s - p.starved_s) for p in (w.ranks[rank] for rank in ranks)]) / max(w.step_s, 1e-9)
+        for w in windows
+    ]
     if min(shares) < DATA_SHARE:
         return []
     share = sum(shares) / len(shares)

@@ -7,6 +7,7 @@ more than ``swap_gain``, leads on to a proposal to swap it, which the limits or 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 from keepstep.core.cases import Proposal
@@ -26,7 +27,7 @@ from keepstep.model.topology import fold_ranks
 
 ASKED_AGAIN_S = 3600.0
 """A swap for which no node or no moment was found is not proposed anew before that."""
-SOFT = frozenset({"data", "gc", "save", "starved", "input"})
+SOFT = frozenset({"data", "gc", "save", "starved", "input", "work"})
 """Causes whose ranks may change from window to window: one note for all of them."""
 
 
@@ -44,7 +45,7 @@ def ranks_paced(draft: Draft, fact: RanksPaced) -> None:
     where = _where(job)
     share = draft.policy.slow_share
     if len(windows) >= min(draft.policy.pace_windows, PACES_KEPT):
-        for finding in _look(windows, where, share):
+        for finding in (_in_doubt(job, one) for one in _look(windows, where, share)):
             _note(draft, finding)
             _swap(draft, finding)
     _end(draft, windows[-max(2, draft.policy.pace_windows // 2) :], where)
@@ -91,6 +92,30 @@ def _where(job: Job) -> Where:
         hosts={place.host: place.node for place in job.roster.places if shared[place.host] == 1},
         layout=job.spec.layout,
     )
+
+
+def _in_doubt(job: Job, finding: Finding) -> Finding:
+    """The benefit of the doubt: what may be the ranks' own work is not a machine's fault.
+
+    Scripts let rank 0 do more than the others (logs, evaluation, their own checkpoints), and ranks that are slow on one
+    machine after the other take their trouble along.
+    """
+    if finding.cause not in ("node", "device"):
+        return finding
+    if finding.ranks == (0,):
+        why, sure = "often it does more than the others (logs, evaluation); see where it is: keepstep stacks", 0.5
+    elif before := _was_slow_elsewhere(job, finding):
+        why, sure = f"on {before} it was slow, too: it is its work, not the machine", 0.9
+    else:
+        return finding
+    return dataclasses.replace(finding, cause="work", because=why, probability=min(sure, finding.probability))
+
+
+def _was_slow_elsewhere(job: Job, finding: Finding) -> str:
+    """The nodes that some of these ranks were taken off for being slow; empty where they never were."""
+    swapped = [one for one in job.proposals.values() if one.state == "CARRIED_OUT" and one.kind == "swap"]
+    nodes = [node for one in swapped if set(one.ranks) & set(finding.ranks) for node in one.nodes]
+    return ", ".join(node for node in dict.fromkeys(nodes) if node not in finding.nodes)
 
 
 def _look(windows: list[Window], where: Where, share: float) -> list[Finding]:
