@@ -28,7 +28,7 @@ class Call:
 
     @property
     def kind(self) -> tuple[str, int]:
-        return self.op, self.elements
+        return self.op, 0 if self.op == "barrier" else self.elements
 
 
 @dataclass
@@ -78,7 +78,7 @@ def positions(groups: Sequence[tuple[int, ...]], ranks: dict[int, Runner]) -> li
                 continue
             calls = runner.launched.get(number, [])
             known = tuple(
-                Collective(sequence=index, op=call.op, elements=call.elements, dtype="float32")
+                Collective(sequence=index, op=call.op, elements=call.kind[1], dtype="float32")
                 for index, call in list(enumerate(calls, 1))[-KEPT:]
             )
             done = runner.finished.get(number, 0)
