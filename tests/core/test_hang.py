@@ -208,6 +208,12 @@ def test_addresses_that_do_not_tell_the_nodes_apart_name_nobody() -> None:
     assert "none of them is to blame" in verdict.reason
 
 
+def test_ranks_of_a_node_that_has_not_answered_are_judged_by_their_counts() -> None:
+    """No position of n3's ranks, and by what they said when they stalled they wait like all others."""
+    silent = {rank: RankPosition(rank=Rank(rank), slot=SlotId(f"s{rank}"), groups=()) for rank in (6, 7)}
+    assert judged(silent).ranks == ()
+
+
 def test_all_inside_with_answers_names_nobody() -> None:
     verdict = judged()
     assert (verdict.ranks, verdict.probability) == ((), 0.0)

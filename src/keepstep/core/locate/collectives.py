@@ -22,9 +22,10 @@ from keepstep.model.ids import Rank
 from keepstep.model.position import Collective, GroupPosition, RankPosition
 from keepstep.model.topology import fold_ranks
 
-Kind = Literal["missing", "mismatch", "order", "messages", "inside", "outside"]
+Kind = Literal["missing", "mismatch", "order", "messages", "inside", "outside", "silent"]
 """What the positions show: somebody does not come, operations differ, they were launched in different orders, messages
-wait for each other, all are inside of the same operation, or too many are outside for anyone to be odd."""
+wait for each other, all are inside of the same operation, too many are outside for anyone to be odd, or those that are
+waited for do not tell where they stand."""
 
 MISSING, MISMATCH = 0.95, 0.95
 """That the rank at which all waits end is the one to look at; that the few are wrong, and not the many."""
@@ -253,10 +254,13 @@ def _missing(board: _Board, sinks: Sequence[Rank]) -> Finding:
     if len(sinks) * 2 > world or (len(sinks) * 2 == world and world > 2):
         return _nobody(board, "outside", f"{len(sinks)} of {world} ranks are in no collective: none of them is odd")
     silent = [rank for rank in sinks if rank not in board.at]
+    if silent == list(sinks):  # a node that has not answered is no proof against its ranks
+        return _nobody(
+            board, "silent", f"rank {fold_ranks(silent)} does not tell where it stands, and others wait for it"
+        )
+    sinks = [rank for rank in sinks if rank in board.at]
     key, one, waiters = _waited_in(board, sinks)
     reason = f"{_lacking(board, sinks[0], key, one)}, in which {_count(waiters)}"
-    if silent == list(sinks):
-        reason = f"does not tell where it stands, and {_count(waiters)} in {tell(one)} of group {key.name}"
     sure = len(sinks) == 1 and not silent and not board.waits(sinks[0])
     chance = MISSING if sure else MANY_MISSING
     return Finding(

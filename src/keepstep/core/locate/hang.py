@@ -68,7 +68,7 @@ def judge(
         elsewhere=[rank for rank, place in places.items() if rank in odd and place.waits in AWAY],
         halted=[rank for rank, place in places.items() if place.waits in HALTED],
     )
-    if found is None:
+    if found is None or found.kind == "silent":
         return _without_positions(weigh(vote(stalled, gone), seen), False, seen)
     evidence = (*found.evidence, *(place.line for place in (seen.places if seen else ())[:4]))
     if found.kind == "inside":
