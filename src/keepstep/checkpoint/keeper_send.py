@@ -18,9 +18,9 @@ from keepstep.checkpoint import scrub
 from keepstep.checkpoint.exceptions import CheckpointError, SlotDamaged, SlotFull, VersionGone
 from keepstep.checkpoint.keeper_hold import Hold
 from keepstep.checkpoint.keeper_seal import OpenFiles
-from keepstep.checkpoint.line import Line
+from keepstep.checkpoint.keeper_wire import Wire
 from keepstep.checkpoint.notes import Note
-from keepstep.checkpoint.peers import Put, hear_answer
+from keepstep.checkpoint.peers import Put
 from keepstep.checkpoint.rate import Pace
 from keepstep.checkpoint.slot import Slot, Version
 from keepstep.checkpoint.transfer import send
@@ -78,7 +78,7 @@ class Pusher(threading.Thread):
         self._pace, self._traffic, self._tell, self._say = pace, traffic, tell, say
         self._confirm_s = confirm_s
         self._bell, self._end, self._news = threading.Event(), threading.Event(), threading.Event()
-        self._files, self._hold = OpenFiles(directory, rank), Hold(directory.parent, rank)
+        self._files, self._hold, self._wire = OpenFiles(directory, rank), Hold(directory.parent, rank), Wire()
         self._slow, self._cut_off = False, 0
         self._sent_to: Target | None = None
         self._confirm_at = 0.0
@@ -118,6 +118,7 @@ class Pusher(threading.Thread):
                 self._news.clear()
                 self._bell.set()
             self._gap.look(time.monotonic())
+        self._wire.close()
 
     # ---------------------------------------------------------------- one round
 
@@ -128,6 +129,7 @@ class Pusher(threading.Thread):
             return
         version, newest = found
         if target is None:
+            self._wire.close()
             self._gap.over(version.step, time.monotonic())
             return
         self._look_at_target(target)
@@ -194,9 +196,8 @@ class Pusher(threading.Thread):
             return self._end.is_set() or self._target() != target
 
         try:
-            with self._traffic, Line.dial(target.host, target.port, stop) as line:
-                line.say(Put(**target.request, rank=self._rank, version=version, size=slot.used))
-                hear_answer(line)
+            put = Put(**target.request, rank=self._rank, version=version, size=slot.used)
+            with self._traffic, self._wire.carry(target.where, put, stop) as line:
                 send(line, slot, version, pace=self._pace, on_want=lambda: self._acknowledge(version, -1))
         except SlotDamaged as error:
             self._look_at_damage(slot, version, serial, str(error))

@@ -1,4 +1,8 @@
-"""The door of the keeper: one thread per connection, one request per connection, nobody served who is not let in."""
+"""The door of the keeper: one thread per connection, one request after another, nobody served who is not let in.
+
+A sender of replicas keeps its connection: a new one, and a new thread, for each version would cost as much processor
+time as the check of some megabytes. Each request carries what fences it, whatever was let in before it.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,8 @@ from keepstep.checkpoint.transfer import send
 
 MAX_CONNECTIONS = 64
 """At the same time; whoever comes then is told so."""
+IDLE_S = 150.0
+"""A connection without a request for this long is closed; a sender's next version opens another one."""
 
 
 class Desk:
@@ -57,17 +63,19 @@ class Desk:
                 if crowded:
                     line.say(Answer(ok=False, why=f"{MAX_CONNECTIONS} transfers are open already; try again"))
                 else:
-                    self._answer(line, line.hear(KeeperRequest))
+                    while self._answer(line, line.hear(KeeperRequest)) and line.idle(IDLE_S):
+                        pass
         except (OSError, CheckpointError):
             pass  # the peer is gone or speaks nonsense: nothing was completed, nobody waits
         finally:
             with self._lock:
                 self._open -= 1
 
-    def _answer(self, line: Line, request: KeeperRequest) -> None:
+    def _answer(self, line: Line, request: KeeperRequest) -> bool:
+        """Whether the line can carry another request."""
         if why := self._let_in(request):
             line.say(Answer(ok=False, why=why))
-            return
+            return False
         match request:
             case Have():
                 versions = dict.fromkeys(version for version, _ in self._held(request.rank))
@@ -77,7 +85,8 @@ class Desk:
                     self._give(line, request)
             case Put():
                 with self._traffic:
-                    self._inbox.take(line, request)
+                    return self._inbox.take(line, request)
+        return False
 
     def _held(self, rank: int) -> list[tuple[Version, Path]]:
         held = [found for directory in self._directories for found in pair.look(directory, rank)]

@@ -60,8 +60,8 @@ class Inbox:
                     if not slot.sealed:
                         slot.invalidate()
 
-    def take(self, line: Line, put: Put) -> None:
-        """Serve one ``Put`` whose sender has been let in."""
+    def take(self, line: Line, put: Put) -> bool:
+        """Serve one ``Put`` whose sender has been let in; true when the line can carry the next one."""
         try:
             if not HEADER < put.size <= MAX_SLOT:
                 raise PeerRefused(f"a version of {put.size} bytes cannot be right")
@@ -69,6 +69,7 @@ class Inbox:
                 line.say(Answer(ok=True))
                 shelf = self._shelves.setdefault(put.rank, Shelf(self._directory, put.rank))
                 receive(line, shelf, put.version, allowed=lambda: self._fence(put))
+                return True
         except PeerRefused as error:
             line.say(Answer(ok=False, why=str(error)))
         except PeerUnreachable:
@@ -78,6 +79,7 @@ class Inbox:
             self._tell(Note(what="damaged", tier="peer", step=put.version.step, rank=put.rank, why=str(error)))
         except (CheckpointError, OSError) as error:
             self._say(f"take {put.rank}", str(error))
+        return False
 
     def forget(self, rank: int) -> None:
         """The files of this rank are not wanted here any more."""

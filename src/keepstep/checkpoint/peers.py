@@ -1,7 +1,8 @@
 """Keepers' words, and the client that a newcomer uses to fetch its rank's state from another node.
 
-One request per connection: a frame of ``model.wire``'s shape and an ``Answer``; after ``Get`` and ``Put`` follows the
-transfer of one version (``transfer``).
+A request is a frame of ``model.wire``'s shape, and gets an ``Answer``; after ``Get`` and ``Put`` follows the
+transfer of one version (``transfer``). The connection ends with it; only after a ``Put`` that went well it may carry
+another request.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from keepstep.checkpoint.arrival import Shelf
 from keepstep.checkpoint.exceptions import PeerRefused, PeerUnreachable
-from keepstep.checkpoint.line import Line
+from keepstep.checkpoint.line import SILENCE_S, Line
 from keepstep.checkpoint.slot import Version
 from keepstep.checkpoint.transfer import receive
 from keepstep.model.ids import JobId
@@ -57,9 +58,9 @@ class Answer(Frame, frozen=True, kw_only=True):
 KeeperRequest = Have | Get | Put
 
 
-def hear_answer(line: Line) -> Answer:
+def hear_answer(line: Line, *, patience_s: float = SILENCE_S) -> Answer:
     """Raises ``PeerRefused`` with the other's sentence."""
-    answer: Answer = line.hear(Answer)
+    answer: Answer = line.hear(Answer, patience_s=patience_s)
     if not answer.ok:
         raise PeerRefused(f"{line.who}: {answer.why}")
     return answer

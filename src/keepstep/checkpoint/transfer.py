@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from keepstep.checkpoint import sums
@@ -136,13 +136,15 @@ def _believe(line: Line, word: Took) -> None:
         raise PeerRefused(f"{line.who}: {word.why}")
 
 
-def _bytes_of(line: Line, ranges: Sequence[tuple[int, int]], size: int) -> Iterable[tuple[int, int]]:
-    last = 0
+def _bytes_of(line: Line, ranges: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Where these chunks lie; whoever asks for something that cannot be gets none of them."""
+    found, last = [], 0
     for first, behind in ranges:
         if not last <= first < behind <= chunk_count(size):
             raise PeerUnreachable(f"{line.who} asks for chunks {first} to {behind} of {chunk_count(size)}")
         last = behind
-        yield HEADER + first * sums.CHUNK, min(HEADER + behind * sums.CHUNK, size)
+        found.append((HEADER + first * sums.CHUNK, min(HEADER + behind * sums.CHUNK, size)))
+    return found
 
 
 def _send_range(line: Line, slot: Slot, start: int, end: int, *, serial: int, pace: Pace | None) -> None:
