@@ -12,7 +12,7 @@ from keepstep.core.diagnose.cause import Cause
 from keepstep.core.diagnose.culprit import culprit_of
 from keepstep.core.diagnose.leaning import leaning
 from keepstep.core.diagnose.observe import Finding, Log
-from keepstep.core.diagnose.order import ENOUGH, earliest_first, first, recent
+from keepstep.core.diagnose.order import ENOUGH, earliest_first, put_first, recent
 from keepstep.core.diagnose.refine import refine
 from keepstep.core.diagnose.result import Alternative, Category, Culprit, Diagnosis, Evidence, Rejected
 
@@ -71,7 +71,7 @@ def _causes(log: Log) -> list[Cause]:
     mismatch = _mismatch(log)
     if mismatch is not None and "collective_mismatch" not in log.findings:
         made.append(mismatch)
-    made = first(recent(made), log)
+    made = put_first(recent(made), log)
     return sorted(made, key=lambda cause: (-cause.weight, cause.findings[0].number, cause.id))
 
 

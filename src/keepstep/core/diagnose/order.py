@@ -11,6 +11,7 @@ ENOUGH = 0.34
 """Weight below which a candidate is a consequence of something that the log does not show."""
 EARLIEST = 0.05
 """Bonus of the candidate that was seen first."""
+TWO_DAYS_S = 2 * 86400.0
 STALE_S = 6 * 3600.0
 """Seconds before the last trouble, after which a fault is history and not the cause."""
 
@@ -21,7 +22,7 @@ def recent(causes: list[Cause]) -> list[Cause]:
         id(cause): max((one.time for one in cause.findings if one.time is not None), default=None) for cause in causes
     }
     known = [time for time in last.values() if time is not None]
-    if not known:
+    if not known or _mixed(known):
         return causes
     end = max(known)
     return [
@@ -32,7 +33,7 @@ def recent(causes: list[Cause]) -> list[Cause]:
     ]
 
 
-def first(causes: list[Cause], log: Log) -> list[Cause]:
+def put_first(causes: list[Cause], log: Log) -> list[Cause]:
     """Prefer what was seen first: by corrected time where every candidate tells one, else by place in the log.
 
     A lead over another node that is smaller than what their clocks may differ by is no lead.
@@ -59,7 +60,12 @@ def first(causes: list[Cause], log: Log) -> list[Cause]:
 def _times(findings: list[Finding], log: Log) -> list[float]:
     """Corrected times of all of them; none where one does not tell its time."""
     times = [log.clocks.corrected(one.node, one.time) for one in findings if one.time is not None]
-    return times if len(times) == len(findings) else []
+    return times if len(times) == len(findings) and not _mixed(times) else []
+
+
+def _mixed(times: list[float]) -> bool:
+    """Whether some tell a date and others only a time of day."""
+    return min(times, default=0.0) < TWO_DAYS_S < max(times, default=0.0)
 
 
 def earliest_first(findings: list[Finding], log: Log) -> list[Finding]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 _PAIR = re.compile(
-    r"([\w.-]*\d[\w.-]*) ?(?:<->|->|<=>|\u2194|--) ?([\w.-]*\d[\w.-]*)[ :=]{1,3}(\d+(?:\.\d+)?) ?([GM])i?[Bb]"
+    r"(?<![\w.-])([\w.-]{0,60}\d[\w.-]{0,60}) ?(?:<->|->|<=>|\u2194|--) ?([\w.-]{0,60}\d[\w.-]{0,60})[ :=]{1,3}(\d+(?:\.\d+)?) ?([GM])i?[Bb]"
 )
 SLOW_SHARE = 0.6
 """Of the fastest pair; a pair below it is slow."""

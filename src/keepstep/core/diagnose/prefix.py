@@ -43,7 +43,7 @@ _OF_DAEMON = re.compile(
 _TAG = re.compile(r"\[([A-Za-z][\w.-]{1,40})\]:?\s+(?=\S)")
 _PIPE = re.compile(r"([A-Za-z][\w./-]{0,60})(?: [a-z]+)?(?: \||>) ")
 _BARE = re.compile(
-    r"([A-Za-z][\w.-]*\d[\w.-]*):?\s{1,3}(?=\d\d:\d\d:\d\d|rank \d|\[?rank\d|[A-Za-z][\w-]{1,30}(?:\[\d+\])?: |(?:INFO|WARN|ERROR|DEBUG)\b|"
+    r"([A-Za-z][\w.-]{0,60}\d[\w.-]{0,60}):?\s{1,3}(?=\d\d:\d\d:\d\d|rank \d|\[?rank\d|[A-Za-z][\w-]{1,30}(?:\[\d+\])?: |(?:INFO|WARN|ERROR|DEBUG)\b|"
     r"(?:mlx[45]_core|nvme|EXT4-fs|XFS|BTRFS|nvidia|amdgpu|NVRM|mce:|EDAC|pcieport|BUG:|Kernel panic|blk_update|Out of memory|nfs:|Lustre|bond\d)\b)"
 )
 """A name with a number before a time, a rank, a program or a driver."""
@@ -81,7 +81,7 @@ _HOSTISH = re.compile(
     re.IGNORECASE,
 )
 _NOT_HOST = re.compile(
-    r"(?:gpu|ip|ml|worker|pod|vm|rack)[-_ ]?\d{1,2}$|.*\.(?:py|cc|cpp|cu|so|log|sh)$|.*[.:]$", re.IGNORECASE
+    r"(?:gpu|ip|ml|worker|pod|vm|rack)[-_ ]?\d{1,2}$|.*\.(?:py|cc|cpp|cu|so|log|sh)$|.*[.:]$|mlx\d\w*$", re.IGNORECASE
 )
 _NO_SPEAKER = re.compile(
     r"(?:rank|step|epoch|iter\w*|stage|layer|attempt|leaf|spine|switch|tor|sw|bond|eth|mlx\d|nvme|numa|cpu|fan|psu|pdu|dimm|"
