@@ -104,7 +104,8 @@ class Keepstep:
         return Loop(self._session, total, start)
 
     def _guarded(self, loop: Rewinding, settings: Guard, total: int) -> Iterator[Step]:
-        from keepstep.trainer.guard_torch import Guardian, require_host_sums
+        from keepstep.trainer.guard_torch import Guardian
+        from keepstep.trainer.readings_torch import require_host_sums
 
         if self._own is not None:
             require_host_sums()

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from keepstep.trainer.clean_torch import come_back, holders
 from keepstep.trainer.dual_torch import DualRun, impossible
-from keepstep.trainer.exceptions import GroupsUnsupported, GuardStopped, StepUndone
+from keepstep.trainer.exceptions import GuardStopped, StepUndone
 from keepstep.trainer.exchange_torch import everybody, gather
 from keepstep.trainer.fingerprint_torch import Hasher, compare
 from keepstep.trainer.guard import Guard, History, Order, Trouble, Windows
@@ -82,6 +83,8 @@ class Guardian:
         self._awaited: Trouble | None = None
         self._sounding: set[str] = set()
         self._dual: DualRun | None = None
+        self._clean: int | None = None
+        """Step of the copy from before a fault amid which ranks were replaced."""
         self._batches: deque[tuple[int, dict[str, int]]] = deque(maxlen=2 * settings.every + 2)
 
     # ---------------------------------------------------------------- the two calls
@@ -101,6 +104,8 @@ class Guardian:
 
     def commit(self, step: int, loss: Any) -> None:
         done = step + 1
+        if self._fresh and self._replicated and (ranks := holders(self._clean)):
+            self._come_back(step, ranks)
         if self._dual is not None and self._dual.trouble.step == step:
             self._end_dual(loss)
         self._readings.commit(loss)
@@ -155,7 +160,10 @@ class Guardian:
         self._verdicts = Verdicts(self._tell, self._quarantine)
         self._quarantine.come_together()
         self._pending = None
-        self._kept.forget()
+        # Amid a fault, what this epoch began with may hold it; the copy from before does not.
+        self._clean = self._kept.step if self._awaited is not None and self._replicated else None
+        if self._clean is None:
+            self._kept.forget()
         self._skips.clear()
         self._row = 0
         self._traced.clear()
@@ -311,6 +319,20 @@ class Guardian:
         self._dual = DualRun(trouble, self._data, self._trace, self._rank)
         return Order("rollback", self._dual.words)
 
+    def _come_back(self, step: int, ranks: tuple[int, ...]) -> None:
+        """Ranks were replaced amid a fault: everybody goes back to what survivors kept from before it."""
+        self._quiet()
+        self._clean = None
+        clean = come_back(self._kept, self._state, ranks, self._rank)
+        self._kept.forget()
+        self._readings.forget()
+        for optimizer in self._state.optimizers.values():
+            optimizer.zero_grad()
+        self._rewind(clean)
+        why = f"ranks were replaced amid a fault: training goes on from step {clean}, which is clean"
+        self._tell("rolled_back", step, why, since=clean)
+        raise StepUndone(f"step {step} was undone; training goes on from step {clean}")
+
     def _end_dual(self, loss: Any) -> None:
         """The step has been done for comparison only: undo it, and leave its update out unless it is well by itself."""
         assert self._dual is not None
@@ -360,21 +382,6 @@ class Guardian:
     def _tell(self, what: str, step: int, why: str, **more: Any) -> None:
         if self._rank == 0:
             self._say(Told(what=what, step=step, why=why, **more))
-
-
-def require_host_sums() -> None:
-    """Refuse before the run what would fail at its first look. Collective.
-
-    Raises:
-        GroupsUnsupported: the script has made a default process group that only works on a device.
-    """
-    try:
-        everybody(True)
-    except RuntimeError as error:
-        raise GroupsUnsupported(
-            "the default process group cannot sum numbers in host memory, which the guard needs: leave "
-            'init_process_group() to keepstep.init(), or give it backend="cpu:gloo,cuda:nccl"'
-        ) from error
 
 
 def _drop(optimizer: Optimizer) -> None:

@@ -15,7 +15,8 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 
 from keepstep.trainer import pieces_torch as pieces
-from keepstep.trainer.exchange_torch import keep
+from keepstep.trainer.exceptions import GroupsUnsupported
+from keepstep.trainer.exchange_torch import everybody, keep
 from keepstep.trainer.guard import Reading
 
 LOW = (torch.float16, torch.bfloat16)
@@ -181,3 +182,18 @@ def over_all_ranks(own: Sequence[Own], *, replicated: bool) -> list[Reading]:
         )
         for one, (loss, losses, bad_losses, square, norms, bad_norms) in zip(own, rows.tolist(), strict=True)
     ]
+
+
+def require_host_sums() -> None:
+    """Refuse before the run what would fail at its first look. Collective.
+
+    Raises:
+        GroupsUnsupported: the script has made a default process group that only works on a device.
+    """
+    try:
+        everybody(True)
+    except RuntimeError as error:
+        raise GroupsUnsupported(
+            "the default process group cannot sum numbers in host memory, which the guard needs: leave "
+            'init_process_group() to keepstep.init(), or give it backend="cpu:gloo,cuda:nccl"'
+        ) from error

@@ -78,7 +78,11 @@ class Step:
         self.entered = self._open = True
         self._owner.begin(self)
         if self.watcher is not None:
-            self.watcher.begin(self.index)
+            try:
+                self.watcher.begin(self.index)
+            except RuntimeError:  # the body's own collectives will end the same way, and that is recovered from
+                if not self._owner.torn():
+                    raise
         return self
 
     def commit(self, loss: Any = None) -> None:
