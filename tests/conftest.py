@@ -7,6 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 
+CALM = ("architecture", "core", "diagnosis", "docs")
+"""Folders whose tests start no processes and wait for nobody: they come first, beside the static checks."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What measures or waits comes last, when the machine is its own. The order within a folder stays."""
+    here = config.rootpath / "tests"
+
+    def restless(item: pytest.Item) -> bool:
+        return not any(item.path.is_relative_to(here / name) for name in CALM)
+
+    items.sort(key=restless)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def usual_signals() -> Iterator[None]:
