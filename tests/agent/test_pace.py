@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import mmap
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from agent_rig import bare_node
+from msgspec.structs import replace
 
 from keepstep.agent import proc, sockdiag
 from keepstep.agent.beats import create_beat
@@ -198,6 +200,23 @@ def test_traffic_with_other_nodes_is_told_by_host(rig: Rig, monkeypatch: pytest.
     (link,) = rig.told[0].ranks[0].links
     assert (link.host, link.bytes, link.resent, link.rtt_ms) == ("10.0.0.2", 5000, 5, 1.0)
     assert link.blocked_s == pytest.approx(0.7)
+
+
+def test_addresses_of_the_other_nodes_are_found_and_ones_own_is_none(rig: Rig) -> None:
+    """Names and digits lead to the host of the roster; a host that this node shares with another one is left out."""
+    roster = rig.node.roster
+    assert roster is not None
+    hosts = {"n0": rig.node.config.host, "n1": "127.0.0.9", "n2": "localhost", "n3": rig.node.config.host}
+    rig.node.config = replace(rig.node.config, host="10.9.9.9")
+    places = tuple(
+        Place(node=NodeId(node), host="10.9.9.9" if node in ("n0", "n3") else host, keeper_port=1, peer_port=1)
+        for node, host in hosts.items()
+    )
+    rig.node.roster = replace(roster, places=places)
+    asyncio.run(rig.paces._resolve())
+    assert rig.paces._hosts["127.0.0.9"] == "127.0.0.9"
+    assert rig.paces._hosts["127.0.0.1"] == "localhost"
+    assert "10.9.9.9" not in rig.paces._hosts
 
 
 def test_the_kernels_books_show_a_connection_of_ours() -> None:
