@@ -106,7 +106,8 @@ def test_the_end_that_all_slow_pairs_share_is_slow() -> None:
 
 def test_stacks_with_labels_nobody_knows_and_in_boxes() -> None:
     woven = b'zz1! Traceback (most recent call last):\nzz1!   File "/a/b.py", line 7, in f\nzz1! ValueError: no\n'
-    boxed = "╭──── Traceback (most recent call last) ────╮\n│ /a/b.py:7 in main │\n│ /a/c.py:9 in f │\n╰─────╯\nValueError: no\n".encode()
+    top = "╭──── Traceback (most recent call last) ────╮\n"
+    boxed = (top + "│ /a/b.py:7 in main │\n│ /a/c.py:9 in f │\n╰─────╯\nValueError: no\n").encode()
     assert explain([woven]).culprit.file == "/a/b.py"
     assert (explain([boxed]).culprit.file, explain([boxed]).culprit.line) == ("/a/c.py", 9)
 
