@@ -26,7 +26,7 @@ from keepstep.checkpoint.scrub import Scrubber, Traffic, verdict
 from keepstep.checkpoint.slot import HEADER, Slot, Version
 from keepstep.checkpoint.sums import CHUNK, digest
 from keepstep.checkpoint.transfer import Offer, Took, Want, passport_of, send
-from keepstep.model.env import REPLICA_DIR, SNAP_DIR
+from keepstep.model.env import KEEPER_SOCKET, REPLICA_DIR, SNAP_DIR
 from keepstep.model.ids import JobId
 from keepstep.model.settings import CheckpointPolicy
 from tests.checkpoint.fleet import Fleet, content, fleet, note, until
@@ -375,7 +375,7 @@ def test_two_keepers_on_plain_arguments_replicate_and_leave_by_themselves(tmp_pa
         both = pair.Pair(tmp_path / "a" / SNAP_DIR, 0)
         fill(both.slots[0], Version(1, 1), 1, SIZE)
         started.append(subprocess.Popen([*words, "--node-dir", str(tmp_path / "a"), "--buddy", f"127.0.0.1:{port}"]))
-        until(lambda: both.slots[0].acked == 1, "step 1 to be acknowledged")
+        until(lambda: awake(tmp_path / "b") and both.slots[0].acked == 1, "step 1 to be acknowledged")
         assert [process.wait(20) for process in started] == [0, 0]
         words[-1] = "600"
         started.append(subprocess.Popen([*words, "--node-dir", str(tmp_path / "c")]))
@@ -387,3 +387,10 @@ def test_two_keepers_on_plain_arguments_replicate_and_leave_by_themselves(tmp_pa
         for process in started:
             process.kill()
             process.wait()
+
+
+def awake(node: Path) -> bool:
+    """Ring, so that this keeper does not leave before the other one has started, however long that takes."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bell:
+        bell.sendto(b"still here", str(node / KEEPER_SOCKET))
+    return True
