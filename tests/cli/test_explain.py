@@ -67,6 +67,44 @@ def test_of_a_packed_log_that_was_cut_off_the_rest_is_used(pack: Callable[[bytes
     assert text == (FELL * 5_000).encode()
 
 
+def test_a_log_that_was_packed_twice_is_unpacked_twice_and_no_more_than_is_sane() -> None:
+    text = FELL.encode()
+    packed = gzip.compress(gzip.compress(text))
+    assert b"".join(unpacked([packed])) == text
+    assert b"".join(unpacked([packed[:1], packed[1:3], packed[3:]])) == text
+    for _ in range(8):
+        packed = gzip.compress(packed)
+    assert b"".join(unpacked([packed]))[:2] == b"\x1f\x8b"
+
+
+def test_a_file_that_cannot_be_read_to_its_end_counts_as_far_as_it_goes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A failing disk: what came before the error is explained, and the error is said; nothing at all is an error."""
+
+    class Failing(io.RawIOBase):
+        def __init__(self, *given: bytes) -> None:
+            self.left = list(given)
+
+        def read(self, size: int = -1) -> bytes:
+            if not self.left:
+                raise OSError(5, "Input/output error")
+            return self.left.pop(0)
+
+    class In:
+        def __init__(self, buffer: Failing) -> None:
+            self.buffer = buffer
+
+    monkeypatch.setattr("sys.stdin", In(Failing(FELL.encode())))
+    assert main(["explain", "-"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("infrastructure: node-017")
+    assert f"stdin could be read up to byte {len(FELL)} only: Input/output error" in said.err
+    monkeypatch.setattr("sys.stdin", In(Failing()))
+    assert main(["explain", "-"]) != 0
+    assert "stdin cannot be read: Input/output error" in capsys.readouterr().err
+
+
 def test_several_files_are_one_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "node-1").mkdir()
     (tmp_path / "node-2").mkdir()

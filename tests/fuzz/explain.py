@@ -10,17 +10,26 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import json
 import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+from keepstep.agent.first_error import TOTAL_CHARS, first_error
+from keepstep.cli.explain import answer
+from keepstep.cli.explain_history import history
 from keepstep.cli.explain_page import page
 from keepstep.cli.explain_read import unpacked
+from keepstep.core.diagnose.codes import meanings
 from keepstep.core.diagnose.explain import explain
+from keepstep.core.diagnose.named import case_of, code_of
 from keepstep.core.diagnose.rules import RULES
+from keepstep.core.diagnose.similar import Past, similar
 from keepstep.core.diagnose.xid_table import XIDS
 
+KINDS = ("", "xid ", "exit:", "signal:", "nccl:", "cuda:", "sxid ", "GPU")
 SLOW_S = 10.0
 """A log of this size must not take longer, not even on a busy machine."""
 LONGEST = 200_000
@@ -69,8 +78,24 @@ def check(data: bytes, luck: random.Random) -> None:
     assert took < SLOW_S, f"took {took:.1f} s"
     assert page(said)
     assert 0 <= said.confidence <= 1
+    assert json.loads(json.dumps(answer(said)))["code"] == code_of(said)
+    assert len(similar(case_of(said), [Past(id="x", case=case_of(said))])) <= 1
+    for code in (
+        code_of(said),
+        data[:12].decode("utf-8", "replace"),
+        f"{luck.choice(KINDS)}{luck.randint(-300, 3000)}",
+    ):
+        for one in meanings(code):
+            assert one.what
+            assert 0 <= one.likelihood <= 1
     size = luck.randint(1, 5_000)
     assert explain(data[at : at + size] for at in range(0, len(data), size)) == said, "the cuts decide"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rank_0.err"
+        file.write_bytes(data)
+        assert sum(map(len, first_error(str(file), ""))) <= TOTAL_CHARS
+        (Path(folder) / "old.jsonl").write_bytes(data + json.dumps(answer(said)).encode() + b"\n" + data)
+        history([folder])
     packed = bytearray(gzip.compress(data))
     packed[luck.randrange(len(packed))] ^= 1 << luck.randrange(8)
     explain(unpacked([bytes(packed)]))

@@ -18,16 +18,19 @@ from keepstep.core.diagnose.observe import Source
 PIECE_BYTES = 1 << 20
 UNPACKED_BYTES = 4 << 20
 """Taken out of a packed file at once, so that a small file cannot fill the memory."""
+PACKED_TIMES = 3
+"""A log that is packed more often is read as it is."""
+MAGIC_BYTES = 6
 _RANK = re.compile(r"(?:^|[_.-])r(?:ank)?[_-]?(\d{1,6})(?=\D|$)", re.IGNORECASE)
 
 
 def pieces(name: str) -> Iterator[bytes]:
     """The content of a file, or of stdin for ``-``, unpacked."""
     if name == "-":
-        yield from unpacked(_read(sys.stdin.buffer))
+        yield from unpacked(_read(sys.stdin.buffer, "stdin"))
         return
     with check(name).open("rb") as file:
-        yield from unpacked(_read(file))
+        yield from unpacked(_read(file, name))
 
 
 def check(name: str) -> Path:
@@ -56,21 +59,38 @@ def source_of(name: str, several: bool) -> Source:
     return Source(name=path.name, node=named[0] if named else "", rank=int(rank[1]) if rank else None)
 
 
-def _read(file: BinaryIO) -> Iterator[bytes]:
-    while data := file.read(PIECE_BYTES):
-        yield data
+def _read(file: BinaryIO, name: str) -> Iterator[bytes]:
+    """The bytes of a file; when reading fails on the way, what was read counts."""
+    got = 0
+    try:
+        while data := file.read(PIECE_BYTES):
+            got += len(data)
+            yield data
+    except OSError as error:
+        if not got:
+            raise DoorError(
+                f"{name} cannot be read: {error.strerror or error}", help="copy it to a healthy disk, or pipe it in"
+            ) from error
+        print(f"keepstep: {name} could be read up to byte {got} only: {error.strerror or error}", file=sys.stderr)
 
 
-def unpacked(data: Iterable[bytes]) -> Iterator[bytes]:
-    """Unpack gzip, bzip2, xz and zstd by their first bytes; what cannot be unpacked any further is left out."""
+def unpacked(data: Iterable[bytes], depth: int = 0) -> Iterator[bytes]:
+    """Unpack gzip, bzip2, xz and zstd by their first bytes, also when packed twice; what cannot be unpacked any
+    further is left out."""
     source = iter(data)
     first = next(source, b"")
+    while first and len(first) < MAGIC_BYTES and (more := next(source, b"")):
+        first += more
     make = _packer(first)
-    if make is None:
+    if make is None or depth >= PACKED_TIMES:
         if first:
             yield first
             yield from source
         return
+    yield from unpacked(_unpack(make, first, source), depth + 1)
+
+
+def _unpack(make: Any, first: bytes, source: Iterator[bytes]) -> Iterator[bytes]:
     unpacker = make()
     try:
         for piece in _chain(first, source):
