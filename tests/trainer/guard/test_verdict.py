@@ -15,6 +15,7 @@ from keepstep.trainer.data import StepData
 from keepstep.trainer.dual_torch import compare
 from keepstep.trainer.guard import Guard, History, Trouble
 from keepstep.trainer.quarantine_torch import FILE, Quarantine
+from keepstep.trainer.steps import PlainLoop, Step
 from keepstep.trainer.told import Told
 from keepstep.trainer.verdict import WATCHED_STEPS, Seen, Watch
 from tests.trainer.guard.test_guardian import Run, plain
@@ -161,6 +162,29 @@ def test_nan_in_every_batch_is_software() -> None:
     with pytest.raises(Exception, match="rolled back 3 times"):
         run.train(40)
     assert ("software", 10, ()) in judged(run.told)
+
+
+def test_a_look_that_breaks_at_the_beginning_is_left_to_the_body() -> None:
+    """What ranks exchange as a step begins may break because one is gone: the body's own collectives find that out, and
+    that is recovered from. An error that has no such reason is raised."""
+
+    class Broken:
+        def begin(self, step: int) -> None:
+            raise RuntimeError("connection closed by peer")
+
+        def commit(self, step: int, loss: object) -> None: ...
+
+    for torn in (True, False):
+        loop = PlainLoop(1, 0)
+        loop.torn = lambda torn=torn: torn  # type: ignore[method-assign, misc]
+        step = Step(loop, 0)
+        step.watcher = Broken()
+        if torn:
+            with step:
+                step.commit()
+        else:
+            with pytest.raises(RuntimeError, match="closed by peer"), step:
+                pass
 
 
 # -------------------------------------------------------------------- samples that are left out
