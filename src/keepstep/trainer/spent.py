@@ -48,7 +48,8 @@ class Spent:
         return batch
 
     def watch_collections(self) -> None:
-        """Count the interpreter's garbage collections from now on; a second call changes nothing."""
+        """Count the interpreter's collections from now on, and the waits of the calling thread, which trains."""
+        self._waits.here()
         if self._collected not in gc.callbacks:
             gc.callbacks.append(self._collected)
 

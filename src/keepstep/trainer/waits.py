@@ -14,7 +14,7 @@ from typing import Final
 
 
 class Waits:
-    """Of one thread: the one that made this object, which is the process's main thread."""
+    """Of one thread: the process's main thread, until another one says that it trains."""
 
     __slots__ = ("_depth", "_launched", "_left", "_promised", "_since", "_tail", "_thread", "total_ns")
 
@@ -28,6 +28,10 @@ class Waits:
         self._promised = 0
         self._tail = 0
         """A time of waiting that is one only if training did not go on meanwhile."""
+
+    def here(self) -> None:
+        """The calling thread is the one that trains; a process that was forked has a main thread of its own."""
+        self._thread = threading.get_ident()
 
     def launched(self) -> None:
         """A collective is about to be launched."""

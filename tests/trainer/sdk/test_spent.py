@@ -71,6 +71,22 @@ def test_another_threads_wait_is_not_trainings(clock: Clock) -> None:
     assert waits.settle() == 0
 
 
+def test_the_thread_that_trains_may_be_another_one(clock: Clock) -> None:
+    """It says so, and is counted from then on."""
+    waits = Waits()
+
+    def train() -> None:
+        waits.here()
+        waits.enter()
+        clock.later(4)
+        waits.leave()
+
+    other = threading.Thread(target=train)
+    other.start()
+    other.join()
+    assert waits.settle() == 4 * MS
+
+
 def test_the_last_bucket_of_a_backward_is_waited_for(clock: Clock) -> None:
     """Two buckets: the first ends while gradients are still computed, and only the last one's end holds up the step."""
     waits = Waits()
