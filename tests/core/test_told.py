@@ -14,6 +14,7 @@ from keepstep.core.summary import incident_block
 from keepstep.model.facts import UserError
 from keepstep.model.ids import NodeId
 from keepstep.model.records import PlanMade, SuspectNamed
+from keepstep.model.settings import Policy
 from tests.core.fleet import Fleet, running
 
 FELL = (
@@ -59,6 +60,19 @@ def test_a_lost_gpu_that_only_the_log_tells_of_moves_the_ranks_away() -> None:
     assert {member.node for member in fleet.job.roster.members} == {NodeId("n1"), NodeId("x0")}  # type: ignore[union-attr]
     assert fleet.job.nodes[NodeId("n0")].health == "QUARANTINED"
     assert seen.evidence[0] == f"n0:r1 | {FELL[0]}"
+
+
+def test_a_mode_that_only_observes_says_so_and_moves_nobody() -> None:
+    """The node lives: taking it out is bound by the same limits as every other change of living nodes."""
+    fleet = running(standby_nodes=1, policy=Policy(mode="observe"))
+    fleet.kill(1, code=1, first_error=FELL)
+    fleet.pump()
+    assert fleet.job.nodes[NodeId("n0")].health == "HEALTHY"
+    assert rungs(fleet) == ["in_process"]
+    plan = next(record for record in fleet.log if isinstance(record, PlanMade))
+    assert any("mode observe" in line for line in plan.rejected) or any(
+        "observe" in one.held for one in fleet.job.proposals.values()
+    )
 
 
 def test_without_a_spare_node_the_job_goes_on_where_it_is_and_asks_for_another_allocation_at_last() -> None:

@@ -88,5 +88,6 @@ def _culprit(node: Node, fault: WorkerExited | None) -> dict[str, Any] | None:
         "code": fault.code,
         "signal": fault.signal,
         "error": fault.error,
+        "first_error": fault.first_error,
         "stderr_tail": fault.stderr_tail,
     }

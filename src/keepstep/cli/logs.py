@@ -162,7 +162,7 @@ def _show_first_error(source: Source) -> int:
     first = min(causes, key=lambda fact: fact["at"])
     print(_headline(first))
     error = first.get("error") or {}
-    for line in error.get("traceback") or first.get("stderr_tail") or ():
+    for line in error.get("traceback") or first.get("first_error") or first.get("stderr_tail") or ():
         print(f"  | {line.rstrip()}")
     if len(facts) > 1:
         hint(f"{len(facts) - 1} more followed; next: keepstep incidents")
