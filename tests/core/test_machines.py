@@ -6,15 +6,22 @@ from typing import get_args
 
 import pytest
 
+from keepstep.core.decide.proposal_machine import PROPOSAL
 from keepstep.core.exceptions import IllegalMove
 from keepstep.core.health.machine import NODE
 from keepstep.core.machine import Machine
 from keepstep.core.recover.incident import INCIDENT
 from keepstep.core.recover.jobrun import JOBRUN
 from keepstep.core.standby.machine import STANDBY
-from keepstep.model.records import IncidentState, JobState, NodeState, StandbyState
+from keepstep.model.records import IncidentState, JobState, NodeState, ProposalState, StandbyState
 
-TABLES = [(INCIDENT, IncidentState), (JOBRUN, JobState), (NODE, NodeState), (STANDBY, StandbyState)]
+TABLES = [
+    (INCIDENT, IncidentState),
+    (JOBRUN, JobState),
+    (NODE, NodeState),
+    (STANDBY, StandbyState),
+    (PROPOSAL, ProposalState),
+]
 
 
 @pytest.mark.parametrize(("machine", "words"), TABLES, ids=lambda value: getattr(value, "name", ""))

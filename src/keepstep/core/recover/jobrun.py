@@ -22,21 +22,21 @@ JOBRUN = Machine(
         "STARTING": {
             "RUNNING": "every rank trains (without the SDK: every process runs)",
             "RECOVERING": "a fault during set-up",
-            "WAITING": "a fault during set-up, and a store or node is missing",
+            "WAITING": "a fault during set-up, and a store, a node or a pause is waited for",
             **_ENDS,
         },
         "RUNNING": {
             "RECOVERING": "a newer epoch is open",
-            "WAITING": "a plan is made, and a store or node is missing",
+            "WAITING": "a plan is made, and a store, a node or a pause is waited for",
             **_ENDS,
         },
         "RECOVERING": {
             "RUNNING": "the incident is resolved",
-            "WAITING": "a second fault, and a store or node is missing",
+            "WAITING": "a second fault, and a store, a node or a pause is waited for",
             **_ENDS,
         },
         "WAITING": {
-            "RECOVERING": "what was missing has come",
+            "RECOVERING": "what was waited for has come, or the pause is over",
             **_ENDS,
         },
         "FINISHED": {},
