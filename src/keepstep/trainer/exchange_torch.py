@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections import deque
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -38,11 +38,16 @@ def let_go(limit_s: float = LET_GO_S) -> bool:
         Whether they have.
     """
     end = time.monotonic() + limit_s
-    while any(tensor._use_count() > 1 for tensor in _kept):
+    while any(_held(tensor) > 1 for tensor in _kept):
         if time.monotonic() > end:
             return False
         time.sleep(0.0005)  # without the lock, so that they can have it
     return True
+
+
+def _held(tensor: Tensor) -> int:
+    """By how many, ourselves included."""
+    return int(cast(Any, tensor)._use_count())
 
 
 def everybody(good: bool) -> bool:
