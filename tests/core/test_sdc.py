@@ -164,6 +164,17 @@ def test_bad_data_without_a_suspect_is_an_incident_of_its_own() -> None:
     assert made.job.incidents[next(iter(made.job.incidents))].suspects == ()
 
 
+def test_what_passed_and_names_nobody_accuses_nobody() -> None:
+    """A spike that is gone when the step is done again may have been anything, other input included."""
+    made = fleet()
+    guard(made, "spike", why="loss 9 above 2; training goes back to step 8")
+    guard(made, "judged", verdict="transient", why="it had not the same input again")
+    assert made.job.investigations == {}
+    (told,) = made.job.incidents.values()
+    assert (told.category, told.node, told.suspects) == ("transient", None, ())
+    assert "wrong once, and right when the step was done again" in told.reason
+
+
 def test_the_second_corruption_from_one_machine_convicts() -> None:
     """Each one passed, on two ranks of the same node, and the self-test found nothing: it is the node all the same."""
     made = fleet()

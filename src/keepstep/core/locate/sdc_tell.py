@@ -45,6 +45,8 @@ def tell(draft: Draft, fact: GuardNoted, known: IncidentId | None) -> IncidentId
     name = known or draft.incident.id
     seats = [job.seat_of(rank) for rank in fact.ranks if job.roster and rank < job.roster.world_size]
     machine = fact.verdict not in ("data", "software")
+    passed = fact.verdict == "transient" and not fact.ranks
+    cause = "numbers were wrong once, and right when the step was done again" if passed else _CAUSE[fact.verdict]
     evidence = [f"step {fact.step}: {fact.why}"]
     evidence += [f"first tensor: {fact.tensor}"] if fact.tensor else []
     evidence += [f"batch: {batch}" for batch in fact.batches]
@@ -54,13 +56,13 @@ def tell(draft: Draft, fact: GuardNoted, known: IncidentId | None) -> IncidentId
             job=job.id,
             at=draft.now,
             incident=name,
-            category=_CATEGORY[fact.verdict],
+            category="transient" if passed else _CATEGORY[fact.verdict],
             node=seats[0].node if seats and machine else None,
             ranks=fact.ranks if machine else (),
             probability=_probability(fact),
-            reason=f"{_CAUSE[fact.verdict]}{_at(fact)}",
+            reason=f"{cause}{_at(fact)}",
             evidence=tuple(evidence),
-            root_cause=_CAUSE[fact.verdict],
+            root_cause=cause,
         )
     )
     if known is None:
