@@ -22,7 +22,7 @@ from keepstep.checkpoint import archive, catalog
 from keepstep.checkpoint import config as settings
 from keepstep.checkpoint.archiver import Archiver
 from keepstep.checkpoint.config import CheckpointConfig
-from keepstep.checkpoint.exceptions import TierAway
+from keepstep.checkpoint.exceptions import CheckpointError, TierAway
 from keepstep.checkpoint.finisher import COMPLETE_S, Finisher
 from keepstep.checkpoint.generation import folder, payload_name
 from keepstep.checkpoint.notes import Note
@@ -406,6 +406,28 @@ def test_a_difference_is_not_written_where_its_base_is_missing(tmp_path: Path) -
     assert desk.parts("local") == ["safetensors", "delta", "safetensors"]
     assert desk.parts("remote") == ["safetensors", "safetensors"]
     assert [note.what for note in desk.notes] == ["skipped"]
+
+
+@pytest.mark.parametrize("complete", [3, 1])
+def test_nothing_is_rested_on_what_was_found_damaged(tmp_path: Path, complete: int) -> None:
+    """Damage in the full generation ends the differences at once, also where those between still wait for other nodes:
+    what rests on damage can never be restored. Then a new chain begins."""
+    pytest.importorskip("zstandard")
+    desk = Desk(tmp_path, CheckpointPolicy(dir=str(tmp_path / "far"), full_every=10))
+    for step in (1, 2, 3):
+        desk.write(step, LARGE)
+    tier = desk.targets[0].open()
+    for step in range(1, complete + 1):
+        archive.complete(tier, Version(step, 1), 1)
+    with (tmp_path / "far" / payload_name(Version(1, 1), 0, "full")).open("r+b") as file:
+        file.seek(2_000_000)
+        file.write(b"rot")
+    with contextlib.suppress(CheckpointError):
+        archive.verify(tier, Version(1, 1))
+    assert catalog.look(tier, Version(1, 1)).damaged
+    desk.write(4, LARGE)
+    desk.write(5, LARGE)
+    assert desk.parts("remote") == ["safetensors", "delta", "delta", "safetensors", "delta"]
 
 
 def read_only(path: Path) -> DirectoryTier:

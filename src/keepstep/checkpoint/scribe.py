@@ -22,6 +22,7 @@ from keepstep.checkpoint.exceptions import (
     PayloadDamaged,
     SlotDamaged,
     SlotInvalid,
+    TierError,
 )
 from keepstep.checkpoint.generation import Part
 from keepstep.checkpoint.notes import Note
@@ -55,6 +56,8 @@ class Scribe:
     ) -> None:
         self._tell, self._todo, self._sleep = tell, todo, sleep
         self._bases: dict[int, Basis] = {}
+        self._looked: dict[str, tuple[Version, bool]] = {}
+        """By tier label: the base that was looked at last, once for all ranks of this node, and whether it is sound."""
 
     def write(self, path: Path, rank: int, config: CheckpointConfig, targets: Sequence[Target]) -> Written | None:
         """Bring the pinned version of a slot into the tiers. Never raises for a tier's or the slot's troubles.
@@ -92,7 +95,9 @@ class Scribe:
         written = Written(rank=rank, version=source.version, world_size=world_size, parts={})
         basis = self._bases.setdefault(rank, Basis())
         full_every = config.policy.full_every
-        rests = basis.serves(source, full_every) and all(t.last.get(rank) == basis.version for t in targets)
+        rests = basis.serves(source, full_every) and all(
+            t.last.get(rank) == basis.version and self._sound(t, basis.version, rank) for t in targets
+        )
         first: Target | None = None
         part: Part | None = None
         for target in targets:
@@ -114,6 +119,31 @@ class Scribe:
             target.last[rank] = part.version
         self._todo.done(source.version, rank)
         return written
+
+    def _sound(self, target: Target, base: Version, rank: int) -> bool:
+        """Whether nobody has found damage in what a difference would rest on; where nobody can say, there is none.
+
+        A base that still waits for other nodes' parts has no manifest yet that says what it rests on: this rank's own
+        part says it then.
+        """
+        known = self._looked.get(target.label)
+        if known is not None and known[0] == base:
+            return known[1]
+        sound, at = True, base
+        try:
+            tier = target.open()
+            while not (found := catalog.look(tier, at)).complete:
+                under = catalog.part(tier, at, rank).base
+                if found.damaged or under is None:
+                    sound = not found.damaged
+                    break
+                at = under
+        except TierError:
+            pass  # away: writing will tell
+        except CheckpointError:
+            sound = False
+        self._looked[target.label] = base, sound
+        return sound
 
     def catch_up(self, targets: Sequence[Target]) -> list[Written]:
         """Make the copies that a former archiver owed when it was killed: their pins are lifted already."""
