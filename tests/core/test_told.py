@@ -159,6 +159,21 @@ def test_words_of_the_living_count_too() -> None:
     assert (seen.category, seen.node, seen.suspects) == ("infrastructure", "n1", (3,))
 
 
+def test_when_nobody_is_gone_the_words_still_name_the_cause() -> None:
+    """All processes live; a port that went down is told of by two of them, and nobody is evicted for it."""
+    fleet = running(standby_nodes=1)
+    for rank in (0, 2):
+        fleet.broken(rank, error="NCCL WARN NET/IB : mlx5_0:1 Got async event : port error\nncclSystemError")
+    fleet.pump()
+    while not named(fleet):
+        assert fleet.next_deadline()
+        fleet.pump()
+    seen = incident(fleet)
+    assert seen.root_cause.partition(":")[0] not in ("", "collective_abort")
+    assert (seen.node, seen.suspects) == (None, ())
+    assert any("port error" in line for line in seen.evidence)
+
+
 def test_the_page_shows_the_cause_its_words_and_what_was_like_it() -> None:
     """Cause, how to look it up, the lines; an earlier incident of the same cause with what was done about it."""
     fleet = running(standby_nodes=2)

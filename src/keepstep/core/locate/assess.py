@@ -13,6 +13,7 @@ from keepstep.core.detect.restores import standing
 from keepstep.core.draft import Draft, nanos
 from keepstep.core.locate.faults import (
     Fault,
+    by_words,
     doubts,
     early_fault,
     early_leavers,
@@ -197,7 +198,7 @@ def explain_time_is_over(draft: Draft) -> None:
         answer(draft, [early_fault(job, fact) for fact in early] + victims(job))
         return
     cause = "collective_abort: collectives broke, and every process lives"
-    nobody = _nobody(draft, "collectives broke and nobody was found to be gone", lines, cause)
+    nobody = by_words(_nobody(draft, "collectives broke and nobody was found to be gone", lines, cause), job)
     answer(draft, [*victims(job), nobody] if job.level else victims(job) or [nobody])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from keepstep.core.draft import nanos
 from keepstep.core.locate.brief import brief
@@ -190,6 +191,22 @@ def _said_by_the_living(job: Job) -> Iterator[Fault]:
                 root_cause=said.root_cause,
                 code=said.code,
             )
+
+
+def by_words(fault: Fault, job: Job) -> Fault:
+    """A fault that blames nobody, with the cause that survivors' words name; still nobody is blamed."""
+    said = told(job)
+    if said is None or not said.root_cause:
+        return fault
+    return replace(
+        fault,
+        category=said.category,
+        probability=said.probability,
+        reason=f"{fault.reason}; by what was written: {said.sentence}",
+        evidence=(*said.evidence, *fault.evidence),
+        root_cause=said.root_cause,
+        code=said.code,
+    )
 
 
 def early_fault(job: Job, fact: WorkerExited) -> Fault:

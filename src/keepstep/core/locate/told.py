@@ -41,6 +41,8 @@ _HARDWARE = re.compile(
     r"\bs?xid\b|nvrm|uncorrectable|fallen off|cuda error|cuda failure|hip error|\becc\b|nvlink|machine check"
 )
 """Whoever says this is read first."""
+_BETWEEN = re.compile(r"(?<!nv)link|(?<!nv)switch|nic_|_nic|port_|rdma|net_|network|fabric|peer|mount")
+"""Causes that may lie between machines, by their names: the first to tell of them need not be the one at fault."""
 
 
 class Voice(Struct, frozen=True):
@@ -103,7 +105,11 @@ def told(job: Job) -> Told | None:
         seats=reading.leading,
         echoes=reading.echoes - reading.leading,
         node=node if machine or (category == "infrastructure" and found.action == "restart_in_place") else None,
-        leave=own and machine and found.action == "replace_node" and found.confidence >= LEAVE_SURE,
+        leave=own
+        and machine
+        and not reading.shared
+        and found.action == "replace_node"
+        and found.confidence >= LEAVE_SURE,
         evidence=tuple(_line(one.source, voices, one.text) for one in found.evidence[:EVIDENCE_LINES]),
     )
 
@@ -130,6 +136,8 @@ class _Reading(Struct, frozen=True):
     code: str
     leading: frozenset[Seat]
     echoes: frozenset[Seat]
+    shared: bool
+    """The cause is of a kind that another machine, or what lies between, may have brought about: network, storage."""
 
 
 def _voices(job: Job) -> tuple[Voice, ...]:
@@ -169,6 +177,8 @@ def _read(voices: tuple[Voice, ...]) -> _Reading:
     from keepstep.core.diagnose.decide import decide
     from keepstep.core.diagnose.named import code_of
     from keepstep.core.diagnose.observe import Log, Source, observe
+    from keepstep.core.diagnose.rules_network import NETWORK
+    from keepstep.core.diagnose.rules_storage import STORAGE
 
     log = Log()
     for voice in voices:
@@ -178,11 +188,13 @@ def _read(voices: tuple[Voice, ...]) -> _Reading:
     echoing: set[Seat] = set()
     for id, findings in log.findings.items():
         (echoing if log.role(id) in ("cascade", "teardown") else causes).update(one.source for one in findings)
-    lead = log.findings.get(found.root_cause.partition(":")[0], [])
+    cause = found.root_cause.partition(":")[0]
+    lead = log.findings.get(cause, [])
     leading = {one.source for one in lead if one.rule.role in ("initiating", "symptom")}
     if not leading and found.evidence:
         leading = {found.evidence[0].source}
-    return _Reading(found, code_of(found), frozenset(leading), frozenset(echoing - causes))
+    shared = not lead or bool(_BETWEEN.search(cause)) or cause in {rule.id for rule in (*NETWORK, *STORAGE)}
+    return _Reading(found, code_of(found), frozenset(leading), frozenset(echoing - causes), shared)
 
 
 def _node(
@@ -190,7 +202,8 @@ def _node(
 ) -> tuple[NodeId | None, bool]:
     """The node at fault, and whether it is one whose own processes say so.
 
-    Words may call a machine by a name that is not the node's; then it is the speaker's, which is no proof.
+    Words may call a machine by a name that is not the node's; then it is the speaker's, which is no proof. What several
+    nodes tell of at the same time is more likely something that they share.
     """
     speakers = {voice.node for voice in voices if voice.seat in leading}
     name = found.culprit.node
@@ -198,7 +211,7 @@ def _node(
         node.node for node in job.nodes.values() if name and _short(name) in (_short(node.node), _short(node.host))
     ]
     if len(called) == 1:
-        return called[0], called[0] in speakers
+        return called[0], speakers == {called[0]}
     if len(speakers) == 1:
         return next(iter(speakers)), not name
     return None, False
