@@ -16,7 +16,8 @@ _HOST = re.compile(
     re.IGNORECASE,
 )
 _NODE_RANGE = re.compile(
-    r"([a-z][a-z-]*)(\d+)\.\.(?:\1)?(\d+)|([a-z][\w-]*)\[(\d+)-(\d+)[,\d-]*\]|nodes (\d+)-(\d+)", re.IGNORECASE
+    r"(?<![\w-])([a-z][a-z-]{0,40})(\d{1,9})\.\.(?:\1)?(\d+)|(?<![\w-])([a-z][\w-]{0,60})\[(\d+)-(\d+)[,\d-]*\]|nodes (\d+)-(\d+)",
+    re.IGNORECASE,
 )
 _NOT_A_NODE = re.compile(
     r"(?:gpus?\d+-\d+$|rank|step|epoch|gpu|shard|utf|cuda|sha|ext|port|stage|layer|attempt|version|leaf|spine|switch|tor|sw|pcie|fp|bf|int|iso|"
@@ -46,7 +47,7 @@ _GPU = re.compile(
     re.IGNORECASE,
 )
 _DATA_FILE = re.compile(
-    r"[\w./:@+-]{0,200}\.(?:tar|parquet|jsonl?|arrow|tfrecord|bin|idx|npy|npz|h5|lmdb|mdb|csv|tsv|txt|mds|jpe?g|png|webp|mp4|wav|flac|"
+    r"(?<![\w./:@+-])[\w./:@+-]{0,300}\.(?:tar|parquet|jsonl?|arrow|tfrecord|bin|idx|npy|npz|h5|lmdb|mdb|csv|tsv|txt|mds|jpe?g|png|webp|mp4|wav|flac|"
     r"record|avro|webm|mkv)(?:\.(?:gz|zst|zstd|xz|bz2|lz4))?(?![\w.]*\w)",
     re.IGNORECASE,
 )

@@ -148,7 +148,7 @@ def host(text: str) -> str:
 
 def is_host(name: str) -> bool:
     return (
-        bool(name)
+        0 < len(name) <= LONGEST_NODE
         and not _NOT_HOST.match(name)
         and not name.endswith(("Error", "Exception"))
         and name.lower() not in _GENERIC_HOSTS

@@ -197,7 +197,7 @@ KERNEL: tuple[Rule, ...] = (
     ),
     infra(
         "link_down",
-        r"(?P<link>(?:mlx5|ib|eth|bond|ens?|rdma|roce|hsi|bnxt)\w*)?\S*:? ?(?:Port: ?\d+ )?Link (?:is )?DOWN\b|NIC Link is Down|link status (?:definitely )?down for interface (?P<link2>\w+)|Got async event ?: port (?:error|down)|port state (?:changed )?(?:from active )?to (?:down|init|disabled)|Link detected: no\b|running without any active interface|carrier lost|Lost carrier|link_down(?:ed)?\w*.{0,30}\d+ -> \d+|port .{0,30}(?:went|is) down|interface (?P<link3>\S+) (?:went|is) down",
+        r"(?:\b(?P<link>(?:mlx5|ib|eth|bond|ens?|rdma|roce|hsi|bnxt)\w{0,20}):?\S{0,20} ?)?(?:Port: ?\d+ )?Link (?:is )?DOWN\b|NIC Link is Down|link status (?:definitely )?down for interface (?P<link2>\w+)|Got async event ?: port (?:error|down)|port state (?:changed )?(?:from active )?to (?:down|init|disabled)|Link detected: no\b|running without any active interface|carrier lost|Lost carrier|link_down(?:ed)?\w*.{0,30}\d+ -> \d+|port .{0,30}(?:went|is) down|interface (?P<link3>\S+) (?:went|is) down",
         "link down|link is down|link status|link detected|without any active|async event|port state|carrier|link_down|went down|is down",
         "a network link of the machine went down",
         role="symptom",

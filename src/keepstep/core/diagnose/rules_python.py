@@ -46,7 +46,7 @@ PYTHON: tuple[Rule, ...] = (
     ),
     user(
         "program_crash",
-        r"panicked at '?(?P<file>[\w./+-]+):(?P<line>\d+)|\bpanic: |^\W{0,3}what\(\): .*?(?:\bat (?P<file2>[\w./+-]+\.(?:cu|cuh|cpp|cc|cxx|c|h|hpp|rs|go)):(?P<line2>\d+))?$|(?P<file3>/(?!opt/pytorch|pytorch|build)[\w./+-]+\.(?:zig|rs|go|jl|java|scala|swift|f90|cu|cpp|cc|c)):(?P<line3>\d+)(?::\d+)?:? (?:in \w+|error|panic|assert)|Exception in thread \"|^ERROR: (?:\w+Error)\b|goroutine \d+ \[running\]|fatal error: (?!.*cuda)|\w+: \S+\.(?:c|cc|cpp|cu|h):\d+: .{0,200}Assertion `.*' failed",
+        r"panicked at '?(?P<file>[\w./+-]{1,120}):(?P<line>\d+)|\bpanic: |^\W{0,3}what\(\): .*?(?:\bat (?P<file2>[\w./+-]{1,120}\.(?:cu|cuh|cpp|cc|cxx|c|h|hpp|rs|go)):(?P<line2>\d+))?$|(?<![\w./+-])(?P<file3>/(?!opt/pytorch|pytorch|build)[\w./+-]{1,120}\.(?:zig|rs|go|jl|java|scala|swift|f90|cu|cpp|cc|c)):(?P<line3>\d+)(?::\d+)?:? (?:in \w+|error|panic|assert)|Exception in thread \"|^ERROR: (?:\w+Error)\b|goroutine \d+ \[running\]|fatal error: (?!.*cuda)|\b\w{1,40}: \S{1,120}\.(?:c|cc|cpp|cu|h):\d+: .{0,200}Assertion `.*' failed",
         "panicked at|panic:|what():|in |error|panic|assert|exception in thread|goroutine|fatal error",
         "the program ended itself with an error of its own",
         role="symptom",

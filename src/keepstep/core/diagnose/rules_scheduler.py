@@ -7,7 +7,7 @@ from keepstep.core.diagnose.rule import Rule, follows, harmless, infra, passing,
 SCHEDULER: tuple[Rule, ...] = (
     infra(
         "host_unreachable",
-        r"no (?:heartbeat|keep-?alive)s? from (?P<node>[\w.-]+)|hostError|terminated by Compute Engine|instance reachability|(?:system|instance) status checks? .{0,20}fail|(?P<node2>[\w.-]*\d) (?:is |has )?(?:become |gone )?(?:unresponsive|unpingable|stopped (?:answering|responding)|silent since|does not answer|fell silent)|(?:ping|ssh|icmp) (?:to )?(?P<node3>[\w.-]*\d)\b.{0,30}(?:100% packet loss|no (?:answer|reply|response)|times? out|timed out|unreachable|no route)|has missed too many heartbeats|marked dead because",
+        r"no (?:heartbeat|keep-?alive)s? from (?P<node>[\w.-]+)|hostError|terminated by Compute Engine|instance reachability|(?:system|instance) status checks? .{0,20}fail|(?<![\w.-])(?P<node2>[\w.-]{0,60}\d) (?:is |has )?(?:become |gone )?(?:unresponsive|unpingable|stopped (?:answering|responding)|silent since|does not answer|fell silent)|(?:ping|ssh|icmp) (?:to )?(?P<node3>[\w.-]{0,60}\d)\b.{0,30}(?:100% packet loss|no (?:answer|reply|response)|times? out|timed out|unreachable|no route)|has missed too many heartbeats|marked dead because",
         "no heartbeat|no keep|hosterror|compute engine|instance reachability|status check|unresponsive|unpingable|stopped answering|stopped responding|silent|does not answer|packet loss|no answer|no reply|no response|time out|times out|timed out|unreachable|no route|missed too many|marked dead",
         "a machine no longer answers",
         weight=0.76,
@@ -128,7 +128,7 @@ SCHEDULER: tuple[Rule, ...] = (
     ),
     infra(
         "node_failed",
-        r"(?P<node5>[\w.-]+\d) condition Ready ?= ?(?:Unknown|False)|NodeStatusUnknown|Nodes? (?P<node>[\w.\[\],-]+) (?:not responding|is not responding|unexpectedly rebooted|are not responding)|setting (?:node )?(?P<node2>[\w.-]+)? ?(?:to )?DOWN|\b(?P<node3>[\w.-]+) state DOWN\*?|NodeNotReady|node\.kubernetes\.io/(?:unreachable|not-ready)|Node (?P<node4>[\w.-]+) (?:status is now: )?(?:is )?(?:NotReady|not ready|Unknown)|Kubelet stopped posting|heartbeat.{0,30}(?:lost|missed|expired).{0,30}(?:node|agent|host)|(?:node|agent|host)\b.{0,40}heartbeat.{0,20}(?:lost|missed|expired)|NODE_FAIL",
+        r"(?<![\w.-])(?P<node5>[\w.-]{1,60}\d) condition Ready ?= ?(?:Unknown|False)|NodeStatusUnknown|Nodes? (?P<node>[\w.\[\],-]+) (?:not responding|is not responding|unexpectedly rebooted|are not responding)|setting (?:node )?(?P<node2>[\w.-]+)? ?(?:to )?DOWN|(?<![\w.-])(?P<node3>[\w.-]{1,60}) state DOWN\*?|NodeNotReady|node\.kubernetes\.io/(?:unreachable|not-ready)|Node (?P<node4>[\w.-]+) (?:status is now: )?(?:is )?(?:NotReady|not ready|Unknown)|Kubelet stopped posting|heartbeat.{0,30}(?:lost|missed|expired).{0,30}(?:node|agent|host)|(?:node|agent|host)\b.{0,40}heartbeat.{0,20}(?:lost|missed|expired)|NODE_FAIL",
         "not responding|rebooted|down|notready|not ready|unreachable|stopped posting|heartbeat|node_fail|is now|unknown|condition ready|nodestatusunknown",
         "the scheduler lost a machine",
         weight=0.82,
