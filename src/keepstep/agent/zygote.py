@@ -68,12 +68,15 @@ def cuda_visible() -> bool:
 def _warm_up(kind: str) -> ModuleType | None:
     if kind == "none":
         return None
+    gc.disable()  # what is imported stays: looking through it again and again would take a sixth of the time
     try:
         module = importlib.import_module("keepstep.agent.warm_torch")
         module.warm_up(train=not cuda_visible())
     except ImportError as error:
         print(f"note: programs start cold, the warm-up failed: {error}", file=sys.stderr, flush=True)
         return None
+    finally:
+        gc.enable()
     return module
 
 

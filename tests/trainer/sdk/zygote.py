@@ -6,6 +6,7 @@ Talks lines of JSON on stdin and stdout: ``{"env": ..., "out": ..., "err": ..., 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -19,6 +20,7 @@ from typing import Any
 
 
 def serve() -> None:
+    gc.disable()  # nothing of what is imported goes again
     import torch
     import torch.distributed.fsdp
     import torch.nn.parallel
@@ -32,6 +34,8 @@ def serve() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
+    gc.enable()
+    gc.freeze()
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
