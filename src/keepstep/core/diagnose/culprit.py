@@ -11,6 +11,7 @@ from keepstep.core.diagnose.observe import Log
 from keepstep.core.diagnose.pairs import slow_end
 from keepstep.core.diagnose.result import Culprit
 from keepstep.core.diagnose.rules import GENERIC
+from keepstep.core.diagnose.stacks import Frame
 
 NEAR_LINES = 4
 """Lines around a fault of the data in which its file may be named."""
@@ -24,6 +25,8 @@ _ORIGIN = re.compile(
     re.IGNORECASE,
 )
 """Where samples come from, by the words that stand before names without an ending."""
+_SHARD_NAME = re.compile(r"\b[\w.-]{0,60}(?:shard|part|chunk)[-_]\d[\w.-]{0,60}\b(?<!\.)", re.IGNORECASE)
+_NATIVE_PLACE = re.compile(r"(/(?!pytorch|opt/pytorch|build)[\w./+-]+\.(?:cu|cuh|cpp|cc|c|rs|hpp|h)):(\d{1,9})")
 _NATIVE = (".so", ".so.1", ".so.2", ".dll")
 _PATH = re.compile(
     r"'([^'\s]*/[^'\s]+)'|(?<![\w/])(/(?!PCI)[\w.@+-]+(?:/[\w.@+:-]+)+)|\b([\w-]+\.(?:tar|parquet|jsonl|distcp|safetensors|pt|bin)\S*)"
@@ -65,6 +68,10 @@ def culprit_of(cause: Cause, log: Log) -> Culprit:
     frame = next((one.frame for one in cause.findings if one.frame), None)
     if frame is None and cause.category in ("user_code", "data") and len(log.frames) >= 1:
         frame = log.frames[0][1]
+    thing = _thing(cause, log) if lead.rule.id == GENERIC else _field(cause, "thing") or _thing(cause, log)
+    native = _NATIVE_PLACE.fullmatch(thing) if cause.category == "user_code" and frame is None else None
+    if native:
+        frame = Frame(native[1], int(native[2]), "")
     return Culprit(
         node="" if where.is_node_range(node) else node,
         gpu=gpu if cause.category in ("infrastructure", "transient") or not everywhere else "",
@@ -74,7 +81,7 @@ def culprit_of(cause: Cause, log: Log) -> Culprit:
         line=frame.line if frame else int(_field(cause, "line") or 0) or None,
         peer=_field(cause, "peer") or (where.address(lead.text) if "rdma" in cause.id or "peer" in cause.id else ""),
         link=_field(cause, "link"),
-        thing=_thing(cause, log) if lead.rule.id == GENERIC else _field(cause, "thing") or _thing(cause, log),
+        thing=thing,
     )
 
 
@@ -159,6 +166,9 @@ def _thing(cause: Cause, log: Log) -> str:
         for text in texts if "checkpoint" not in cause.id else ():
             if origin := _ORIGIN.search(text):
                 return origin[1] or origin[2]
+        for text in texts if "checkpoint" not in cause.id else ():
+            if name := _SHARD_NAME.search(text):
+                return name[0]
         texts += [one.text for one in log.findings.get("bad_sample", ())[:3]] + [
             one.text for one in log.findings.get("token_id_out_of_range", ())[:2]
         ]

@@ -55,7 +55,7 @@ _PEER = re.compile(r"\[?(\d{1,3}(?:\.\d{1,3}){3})\]?")
 _CALLED = re.compile(
     r"(?:no (?:heartbeat|response|reply|answer|keep-?alive)s? (?:from|by)|heartbeat from|\bping|\bssh(?: to)?|\bnode(?: name)?|\bhost(?:name)?|\bmachine|"
     r"\binstance|\baddress|\bip|\bnodename|\bnodelist|\bserver name|\b(?:kubelet|pods?|agent|raylet|worker)s? (?:on|at)|\bonly(?: on)?|\bcordon(?:ed)?|"
-    r"\bdrain(?:ed)?|\bevict(?:ed)? node|\bresources? \[)[ :='\"(]{1,3}"
+    r"\bdrain(?:ed)?|\bevict(?:ed)? node|\bresources? \[)[ /:='\"(]{1,3}"
     r"(?P<name>(?!\d+\b)[a-z0-9][a-z0-9-]*\d[a-z0-9-]*(?:\.[a-z0-9][a-z0-9-]*)*)(?![\w/])",
     re.IGNORECASE,
 )

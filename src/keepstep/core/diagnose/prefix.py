@@ -86,7 +86,7 @@ _NOT_HOST = re.compile(
 _NO_SPEAKER = re.compile(
     r"(?:rank|step|epoch|iter\w*|stage|layer|attempt|leaf|spine|switch|tor|sw|bond|eth|mlx\d|nvme|numa|cpu|fan|psu|pdu|dimm|"
     r"task|slot|port|link|shard|batch|part|try|run|job|level|phase|fp|bf|ib|ens\d?\w*|enp\w*|eno|hsn|hsi|docker|sd[a-z]|md|dm|ext|utf|sha|base|s3|"
-    r"x86|py|python|cuda|mp|ipv|int|uint|c10d|bert|gpt|llama|qwen|nccl|ucx|log|sample|expert|block|dp|tp|pp|ep|seq|pod)[-_]?\d+(?:_\d+)?$|gpu\d{1,2}$|(?:mlx\d|nvme\d|i40e|e1000|hfi1|ext4|cxgb4|amdgpu|urllib3|k8s|s3fs|boto3|botocore|log4\w+|aiohttp|numpy|torch|c10d|fsdp|zero|adam)[\w.]*$|v\d(?:\.\d+)*$|\d+(?:[.:]\d+)?[a-z%]{0,3}$",
+    r"x86|py|python|cuda|mp|ipv|int|uint|c10d|bert|gpt|llama|qwen|nccl|ucx|log|sample|expert|block|dp|tp|pp|ep|seq|pod)[-_]?\d+(?:_\d+)?$|gpu\d{1,2}$|(?:.*[-_])?(?:shard|tok|part|ckpt|dump|chunk)[-_].*$|(?:mlx\d|nvme\d|i40e|e1000|hfi1|ext4|cxgb4|amdgpu|urllib3|k8s|s3fs|boto3|botocore|log4\w+|aiohttp|numpy|torch|c10d|fsdp|zero|adam)[\w.]*$|v\d(?:\.\d+)*$|\d+(?:[.:]\d+)?[a-z%]{0,3}$",
     re.IGNORECASE,
 )
 _GENERIC_HOSTS = frozenset(

@@ -30,6 +30,9 @@ _NO_SUCH_NAME = re.compile(
 _OF_SETTINGS = re.compile(
     r"load_config|\bconf(?:ig)?s?/|\bds_\w+\.json|config\w*\.json|settings\.\w+|\.ya?ml\b|hparams", re.IGNORECASE
 )
+_OF_CHECKPOINT = re.compile(
+    r"\bckpt|checkpoint|\bstep_\d+ loads|load of step_|global_step\d|\biter_\d{4,}", re.IGNORECASE
+)
 _OF_SAMPLES = re.compile(
     r"\b(?:sample|record|document|row|shard|jsonl|parquet|dataset)s?\b|__getitem__|__iter__", re.IGNORECASE
 )
@@ -152,6 +155,11 @@ def _data_value(cause: Cause, log: Log) -> Cause:
     return replace(cause, weight=cause.weight + 0.05) if log.has("elsewhere_too") or log.has("again") else cause
 
 
+def _suspect(cause: Cause, log: Log) -> Cause:
+    """Another machine gives another result: a sign against this one, where only one rank is odd."""
+    return cause if log.has("only_here") else replace(cause, weight=0.3)
+
+
 def _around(cause: Cause, log: Log) -> list[str]:
     """The lines of the cause, and those close to them."""
     first = cause.findings[0].number
@@ -176,6 +184,8 @@ def _power(cause: Cause, log: Log) -> Cause:
 def _data_file(cause: Cause, log: Log) -> Cause:
     if any(map(_OF_SETTINGS.search, _around(cause, log))) and not any(map(_OF_SAMPLES.search, _around(cause, log))):
         return users(replace(cause, id="bad_arguments"), cause.weight, "it is a file of settings")
+    if cause.id == "corrupt_shard" and any(map(_OF_CHECKPOINT.search, _around(cause, log))):
+        return replace(cause, id="truncated_checkpoint", action="use_previous_checkpoint")
     if cause.id == "missing_shard" and spread(cause, log):
         return users(replace(cause, id="wrong_data_path"), cause.weight, "no rank finds it")
     return cause
@@ -338,6 +348,7 @@ _FAMILIES: dict[str, Callable[[Cause, Log], Cause]] = {
     "shm": _shm,
     "storage_stall": storage.stall,
     "storm": _storm,
+    "suspect": _suspect,
     "switch": network.switch,
     "unreachable": network.unreachable,
 }

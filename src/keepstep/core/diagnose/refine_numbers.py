@@ -16,6 +16,7 @@ _ALSO = re.compile(
     re.IGNORECASE,
 )
 """Other machines, and the same fault there."""
+_EACH_MEMORY = re.compile(r"Process \d+ has ([\d.]+) GiB", re.IGNORECASE)
 _VICTIM = re.compile(r"Kill(?:ed)? process \d+ \(([^)]+)\)", re.IGNORECASE)
 _OWN_PROGRAM = re.compile(r"python|pt_|torch|train|ray", re.IGNORECASE)
 
@@ -71,6 +72,11 @@ def gpu_memory(cause: Cause, log: Log) -> Cause:
             replace(cause, id="gpu_memory_held_by_other_process"), 0.78, "a process of somebody else holds it"
         )
     for one in cause.findings:
+        sizes = [float(size) for size in _EACH_MEMORY.findall(one.text)]
+        if len(sizes) > 1 and max(sizes) > 2 * min(sizes):
+            return passing(
+                cause, "gpu_memory_held_by_other_process", "restart_in_place", 0.74, "another process holds most of it"
+            )
         held = _OTHERS_MEMORY.search(one.text)
         if held and float(held[1]) > float(held[2]):
             return passing(

@@ -19,7 +19,7 @@ _CUT_OFF = re.compile(
     re.IGNORECASE,
 )
 _OUTAGE = re.compile(
-    r"outage|unavailable since|all buckets|gave up after \d+ ?(?:min|h)|not one successful|down for (?:all|every)",
+    r"outage|gateways? .{0,20}\bdown\b|not repaired|all jobs of the site|unavailable since|all buckets|gave up after \d+ ?(?:min|h)|not one successful|down for (?:all|every)",
     re.IGNORECASE,
 )
 _OWN_PLACE = re.compile(r"/home/|\buser quota|quota of (?:the )?user|\$HOME", re.IGNORECASE)

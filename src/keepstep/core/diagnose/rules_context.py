@@ -31,8 +31,8 @@ CONTEXT: tuple[Rule, ...] = (
     ),
     _tag(
         "only_here",
-        r"\bother (?:\d+ )?(?:nodes?|hosts?|machines?|ranks?|gpus?|pods?|workers?) ?: (?!.*\b(?:same|also|too|as well|alike)\b)|other (?:nodes|hosts|machines) (?:did|do|does|have|had|were|are) not|\bonly \w+-?\d+$|no other (?:node|host|machine|rank|gpu|job)|(?:others?|peers|the rest|all other \w+|other \w+)\W{0,3}\d|on no other|nowhere else|\ball others?\b (?:pass|fine|ok|normal)|\bonly (?:on |from )?(?:node|rank|host|gpu|this|that|one|rack|\w+-\d+)\b|there only|no \w+ on any other|(?:other|remaining|all other) (?:\d+ )?(?:nodes?|ranks?|gpus?|hosts?|machines?|workers?)\W{0,3}(?:.{0,24}\b(?:no|fine|normal|ok|healthy|unlimited|unaffected|alive|clean|zero|pass|see it)\b|[\d-]+ ?(?:Gi?B|%|C|MHz|ms|s|W)?\b(?!.*rank))|others?\b.{0,20}(?:fine|normal|unaffected|healthy|\b0\b)|\b(?:1|one) (?:of|out of) \d+ (?:nodes|ranks|hosts)|single (?:node|host|rank)",
-        "only|any other|other|others|remaining|single|one|of |no other|others|other |peers|the rest|on no other|nowhere else|other|only|other",
+        r"\b(?:rank|node|host|gpu) ?\d+ only\b|\bother (?:\d+ )?(?:nodes?|hosts?|machines?|ranks?|gpus?|pods?|workers?) ?: (?!.*\b(?:same|also|too|as well|alike)\b)|other (?:nodes|hosts|machines) (?:did|do|does|have|had|were|are) not|\bonly \w+-?\d+$|no other (?:node|host|machine|rank|gpu|job)|(?:others?|peers|the rest|all other \w+|other \w+)\W{0,3}\d|on no other|nowhere else|\ball others?\b (?:pass|fine|ok|normal)|\bonly (?:on |from )?(?:node|rank|host|gpu|this|that|one|rack|\w+-\d+)\b|there only|no \w+ on any other|(?:other|remaining|all other) (?:\d+ )?(?:nodes?|ranks?|gpus?|hosts?|machines?|workers?)\W{0,3}(?:.{0,24}\b(?:no|fine|normal|ok|healthy|unlimited|unaffected|alive|clean|zero|pass|see it)\b|[\d-]+ ?(?:Gi?B|%|C|MHz|ms|s|W)?\b(?!.*rank))|others?\b.{0,20}(?:fine|normal|unaffected|healthy|\b0\b)|\b(?:1|one) (?:of|out of) \d+ (?:nodes|ranks|hosts)|single (?:node|host|rank)",
+        "only|any other|other|others|remaining|single|one|of |no other|others|other |peers|the rest|on no other|nowhere else|other|only|other|only",
         "only here",
         "only node-090 of 32 nodes affected",
         "other nodes: no nfs messages",
@@ -40,7 +40,7 @@ CONTEXT: tuple[Rule, ...] = (
     ),
     _tag(
         "again",
-        r"(?:again|same (?:place|position|sample|batch|iteration|step)|every time|each time|every (?:restart|attempt|retry|run)|deterministic\w*|reproduc(?:es|ible|ed)|(?:two|three|four|five|\d+) (?:restarts|attempts|tries|retries|times)|always at|(?:third|second|3rd|2nd) (?:attempt|restart|time)|repeat(?:s|ed|edly)?)\b",
+        r"(?:again|same (?:place|position|sample|batch|iteration|step)|every time|each time|every (?:restart|attempt|retry|run)|deterministic\w*|reproduc(?:es|ible|ed)|(?:two|three|four|five|\d+) (?:restarts|attempts|tries|retries|times)|always at|(?:third|second|3rd|2nd) (?:attempt|restart|time)|repeats|repeatedly)\b",
         "again|same|every|each time|determin|reproduc|restarts|attempts|tries|retries|times|always|third|second|rd|nd|repeat",
         "it happens again",
         "nan again at step 70045, dp rank 5",

@@ -6,6 +6,18 @@ from keepstep.core.diagnose.rule import Rule, data, harmless, infra, passing, us
 
 _SHARD = r"(?:\.(?:tar|parquet|jsonl?|arrow|tfrecord\S*|bin|idx|npy|npz|h5|hdf5|lmdb|mdb|csv|tsv|txt|zst|gz|xz|zip|jpe?g|png|webp|mp4|wav|flac|mds|beton|record|avro)\b|shard|dataset)"
 DATA: tuple[Rule, ...] = (
+    infra(
+        "sdc_suspect",
+        r"^(?!.*\b(?:same|again|equal|nan|too|also|as well|identical)\b).*\b(?:re-?run|replay\w*)\b.{0,60}\bon (?:an?)?(?:other|a spare|a different|another) (?:node|gpu|machine|host)s?\b\W{0,3}(?:loss |norm )?\d",
+        "rerun|re-run|replay",
+        "another machine gives another result for the same step",
+        action="isolate_and_verify",
+        role="symptom",
+        weight=0.7,
+        family="suspect",
+        source="operators' notes",
+        samples="grad norm spike 41.0 on rank 729 only; replay of step 5100 on another node: 0.33",
+    ),
     data(
         "corrupt_shard",
         r"\bCorrupt\w* (?:\w+ ){0,3}(?:data|block|page|record|frame|stream)|decompress\w*.{0,30}(?:fail|error|corrupt)|snappy.{0,40}(?:corrupt|fail|invalid)|Can't read data|file read failed|filter returned failure|unable to (?:read|lock) .{0,20}(?:hdf5|dataset)|does not (?:fit|match) (?:the |its )?(?:index|idx)|shorter than (?:its |the )?index|size \d+ .{0,40}(?:index|idx|pointer)|(?:sha\d+sum|md5sum|checksum|hash).{0,60}(?:FAILED|differs?|mismatch|wrong)\b(?!.{0,40}(?:rank|replica|weights|ckpt|checkpoint))|zeros? at offset|hole of zeros|incorrect (?:data|header|length) check|buffer is smaller than requested|(?:md5|sha\d+)\b.{0,40}(?:differs?|deviates?|mismatch)|invalid (?:block|stored block|distance|bit length|code lengths)|CRC(?:32)? check failed|Not a gzipped file|tarfile\.(?:Read|Truncated|Header)\w*Error|BadZipFile|BadGzipFile|zlib\.error|zstd\S*.{0,60}(?:corrupt|Data corruption|Unknown frame|incomplete|error)|ZstdError|lz4.{0,40}(?:fail|corrupt)|unexpected end of (?:data|file|stream|archive)|Compressed file ended before|ArrowInvalid|Parquet magic bytes not found|Couldn't deserialize thrift|DataLossError|corrupted record|truncated record|DATA_LOSS|LMDB.{0,40}(?:corrupt|PAGE_NOTFOUND|invalid)|MDB_CORRUPTED|h5py.{0,60}(?:truncated|unable to open)|truncated file|(?:shard|sample|record|dataset|archive|"

@@ -5,6 +5,15 @@ from __future__ import annotations
 from keepstep.core.diagnose.rule import Rule, follows, harmless, infra, passing, user
 
 SCHEDULER: tuple[Rule, ...] = (
+    user(
+        "account_limit",
+        r"Assoc(?:Grp|Max)\w+|QOS(?:Grp|Max)\w+Limit|(?:account|allocation|budget|credits?) (?:is |has )?(?:used up|exhausted|expired|overdrawn)|limit of the account",
+        "assoc|qos|account|allocation|budget|credit",
+        "the account has used up what it may",
+        weight=0.88,
+        source="Slurm",
+        samples="slurm: job pending, limit of the account reached (AssocGrpCPUMinutesLimit)",
+    ),
     infra(
         "host_unreachable",
         r"no (?:heartbeat|keep-?alive)s? from (?P<node>[\w.-]+)|hostError|terminated by Compute Engine|instance reachability|(?:system|instance) status checks? .{0,20}fail|(?<![\w.-])(?P<node2>[\w.-]{0,60}\d) (?:is |has )?(?:become |gone )?(?:unresponsive|unpingable|stopped (?:answering|responding)|silent since|does not answer|fell silent)|(?:ping|ssh|icmp) (?:to )?(?P<node3>[\w.-]{0,60}\d)\b.{0,30}(?:100% packet loss|no (?:answer|reply|response)|times? out|timed out|unreachable|no route)|has missed too many heartbeats|marked dead because",
@@ -86,8 +95,8 @@ SCHEDULER: tuple[Rule, ...] = (
     ),
     passing(
         "maintenance",
-        r"scheduled for (?:retirement|reboot|stop)|instance.{0,30}\bretire(?:d|ment)\b|(?:cordon|drain)ed? (?:by|for) (?:ops|planned|firmware|the operator|reboot)|due to maintenance|planned (?:firmware|driver|kernel|bios)? ?(?:update|upgrade|window|reboot)|maintenance\b.{0,20}(?:starts|begins|window)|(?:scheduled|planned|host|node|live) maintenance|maintenance (?:event|window|mode|reboot)|(?:cordon|drain)ed? (?:by|for) (?:operator|admin|maintenance|upgrade)|rolling (?:upgrade|update|reboot)|live migration|maintenance-event|TERMINATE_ON_HOST|NodeShutdown|imminent node shutdown|node is shutting down",
-        "maintenance|nodeshutdown|node shutdown|shutting down|cordon|drain|rolling|live migration|by ops|by the operator|for planned|for firmware|for reboot|due to maintenance|planned|maintenance|retire|scheduled for",
+        r"node/\S+ (?:cordoned|drained)|evicted by drain|(?:kernel|driver|firmware) (?:update|upgrade) (?:wave|roll)|scheduled for (?:retirement|reboot|stop)|instance.{0,30}\bretire(?:d|ment)\b|(?:cordon|drain)ed? (?:by|for) (?:ops|planned|firmware|the operator|reboot)|due to maintenance|planned (?:firmware|driver|kernel|bios)? ?(?:update|upgrade|window|reboot)|maintenance\b.{0,20}(?:starts|begins|window)|(?:scheduled|planned|host|node|live) maintenance|maintenance (?:event|window|mode|reboot)|(?:cordon|drain)ed? (?:by|for) (?:operator|admin|maintenance|upgrade)|rolling (?:upgrade|update|reboot)|live migration|maintenance-event|TERMINATE_ON_HOST|NodeShutdown|imminent node shutdown|node is shutting down",
+        "maintenance|nodeshutdown|node shutdown|shutting down|cordon|drain|rolling|live migration|by ops|by the operator|for planned|for firmware|for reboot|due to maintenance|planned|maintenance|retire|scheduled for|cordoned|drained|by drain|update|upgrade",
         "somebody maintains the machines",
         action="restart_in_place",
         weight=0.7,
