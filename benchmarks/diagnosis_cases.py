@@ -16,7 +16,6 @@ from keepstep.core.diagnose.result import Culprit, Diagnosis
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "diagnosis" / "cases"
 FILES = ("published", "own", "heldout", "heldout2")
-HELD_OUT = "heldout2"
 CATEGORIES = ("infrastructure", "user_code", "data", "transient", "none")
 FIELDS = ("node", "gpu", "rank", "file", "line")
 EITHER = "|"
