@@ -1,7 +1,7 @@
 """The door of the keeper: one thread per connection, one request after another, nobody served who is not let in.
 
-A sender of replicas keeps its connection: a new one, and a new thread, for each version would cost as much processor
-time as the check of some megabytes. Each request carries what fences it, whatever was let in before it.
+A sender of replicas keeps its connection (``keeper_wire``). Each request carries what fences it, whatever was let in
+before it.
 """
 
 from __future__ import annotations
