@@ -183,6 +183,7 @@ def _suspect_named(job: Job, record: SuspectNamed) -> None:
         code=record.code if louder else incident.code,
         similar=record.similar if louder else incident.similar,
         leave=record.node if record.leave else incident.leave,
+        pair=record.pair or incident.pair,
         suspects=tuple(sorted({*incident.suspects, *blamed})),
         evidence=(*incident.evidence, *record.evidence)[:EVIDENCE_KEPT],
         named=(*incident.named, *keys),

@@ -218,6 +218,8 @@ class Incident(Struct, frozen=True, kw_only=True):
     similar: tuple[IncidentId, ...] = ()
     leave: NodeId | None = None
     """A living node whose own words prove it broken."""
+    pair: tuple[NodeId, ...] = ()
+    """Two nodes that do not reach each other."""
     deaths: tuple[Death, ...] = ()
     acked: str = ""
     """Who has seen it."""

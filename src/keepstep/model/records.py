@@ -105,6 +105,8 @@ class SuspectNamed(Record, frozen=True, kw_only=True):
     """Earlier incidents of the same cause, newest first."""
     leave: bool = False
     """The node lives, and its own words prove it broken: its ranks go elsewhere as soon as there is room."""
+    pair: tuple[NodeId, ...] = ()
+    """Two living nodes that do not reach each other."""
 
 
 class PlanMade(Record, frozen=True, kw_only=True):

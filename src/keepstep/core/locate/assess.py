@@ -176,6 +176,7 @@ def convict(draft: Draft, gone: list[Rank]) -> None:
         evidence=verdict.evidence,
         onset=onset,
         kill=verdict.ranks if verdict.kill else (),
+        pair=verdict.pair,
     )
     answer(draft, [fault])
 

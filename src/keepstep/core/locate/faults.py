@@ -34,6 +34,7 @@ class Fault(Struct, frozen=True, kw_only=True):
         lost: the whole node is gone.
         victim: a consequence of another fault.
         leave: the node lives, and its own words say that it is broken: ranks must not run there again.
+        pair: two nodes that do not reach each other.
         root_cause, code: in the words of the diagnosis; empty where only exits and positions spoke.
     """
 
@@ -50,6 +51,7 @@ class Fault(Struct, frozen=True, kw_only=True):
     lost: bool = False
     victim: bool = False
     leave: bool = False
+    pair: tuple[NodeId, ...] = ()
     root_cause: str = ""
     code: str = ""
 

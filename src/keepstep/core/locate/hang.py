@@ -184,6 +184,7 @@ def _network(found: Finding, evidence: tuple[str, ...], taken: Sequence[StacksTa
         nodes=cut.nodes,
         kill=False,
         whole=True,
+        pair=cut.nodes if len(cut.nodes) == 2 else (),
     )
 
 

@@ -33,6 +33,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     category: whose fault it is; a node is only ever blamed for ``infrastructure``.
     nodes: that the fault is in, where they were told apart by something other than their ranks.
     kill: whether ending the ranks' processes is an answer.
+    pair: two nodes that do not reach each other.
     """
 
     ranks: tuple[Rank, ...]
@@ -43,6 +44,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeId, ...] = ()
     kill: bool = True
     whole: bool = False
+    pair: tuple[NodeId, ...] = ()
 
     @property
     def sentence(self) -> str:

@@ -65,6 +65,7 @@ def _name(draft: Draft, fault: Fault) -> None:
             code=fault.code,
             similar=alike(job, fault),
             leave=fault.leave,
+            pair=fault.pair,
         )
     )
     for rank in fault.kill:
@@ -131,6 +132,7 @@ def _accuse(draft: Draft) -> None:
     job, incident = draft.job, draft.incident
     name = repeat_offender(job, incident, draft.now, draft.policy)
     if name is None:
+        _part(draft)
         return
     lately = sum(at > draft.now - nanos(draft.policy.node_fault_window_s) for at in job.nodes[name].faults)
     if incident.leave == name:
@@ -151,6 +153,27 @@ def _accuse(draft: Draft) -> None:
         rejected=("keep the node: its next process would probably fail, too",),
         incident=incident.id,
         testable=incident.leave != name and not cleared_before(job, name),
+    )
+
+
+def _part(draft: Draft) -> None:
+    """Two nodes did not reach each other in an attempt with both: without either of them the link is not needed."""
+    job, incident = draft.job, draft.incident
+    if not (incident.pair and incident.attempts and all(job.in_roster(name) for name in incident.pair)):
+        return
+    going = next((name for name in incident.pair if name != job.store_node), incident.pair[0])
+    seats = job.roster.seats_on(going) if job.roster else ()
+    propose(
+        draft,
+        kind="swap",
+        nodes=(going,),
+        ranks=[seat.rank for seat in seats],
+        reason=f"nodes {' and '.join(incident.pair)} still do not reach each other after attempt {incident.attempts}; "
+        f"whichever of them is at fault, without {going} nobody needs that link",
+        evidence=incident.evidence,
+        probability=0.5,
+        rejected=(f"keep both: attempt {incident.attempts} with both led to no new step",),
+        incident=incident.id,
     )
 
 
