@@ -36,17 +36,18 @@ def serving(fleet: Fleet, path: Path) -> Iterator[str]:
     event_log = open_log(path)
     event_log.append(fleet.log, expected=0)
     policy = fleet.mind.policy
+    clock = AnchoredClock(wall=lambda: fleet.now)  # the log's own time goes on: nothing in it is overdue
     news = News()
     writer: Writer[Controller] = Writer(
         event_log=event_log,
         durable=replay(fleet.log, policy),
         seq=len(fleet.log),
         load=lambda state: Controller.load(state, policy),
-        clock=AnchoredClock(not_before=fleet.now),
+        clock=clock,
         publish=lambda entries: None,
         wake=news.wake,
     )
-    app = make_app(Desk(writer, event_log, AnchoredClock(not_before=fleet.now), news, lambda: 0))
+    app = make_app(Desk(writer, event_log, clock, news, lambda: 0))
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
     listener = socket.create_server(("127.0.0.1", 0))
     ready = threading.Event()

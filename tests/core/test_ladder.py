@@ -17,8 +17,8 @@ N0 = NodeId("n0")
 def situation(**changes: Any) -> Situation:
     calm: dict[str, Any] = {
         "level": 2, "settled": True, "ending": False, "category": "infrastructure", "floor": "in_process",
-        "attempts": 0, "in_process_budget": 3, "vacant": (Rank(1),), "parked": True, "lost": (), "evict": (), "kept": "",
-        "spares": 0, "nodes_replaced": 0, "replace_node_budget": 2, "smaller": False, "no_capacity": False,
+        "attempts": 0, "in_process_budget": 3, "vacant": (Rank(1),), "parked": True, "lost": (), "evict": (),
+        "kept": "", "spares": 0, "nodes_replaced": 0, "replace_node_budget": 2, "smaller": False, "no_capacity": False,
         "restarts": 0, "max_restarts": 3, "user_faults": 0, "user_retries": 1, "repeated": False,
         "signature": "ValueError@t.py:1", "worker_code": 17, "culprit": "rank 1 was killed",
     }  # fmt: skip

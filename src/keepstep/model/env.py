@@ -26,7 +26,8 @@ GUARD = "KEEPSTEP_GUARD"
 """What is done about losses, gradient norms and replicas: ``off``, ``observe`` (tell) or ``on`` (act). Default of
 `keepstep run --guard`; ``keepstep.init(guard=...)`` of the script beats it."""
 ALLOW_TAINTED = "KEEPSTEP_ALLOW_TAINTED"
-"""1: restore also generations that are marked as tainted by silent data corruption. As `keepstep run --allow-tainted`."""
+"""1: restore also generations that are marked as tainted by silent data corruption; as `keepstep run
+--allow-tainted`."""
 STATE_DIR = "KEEPSTEP_STATE_DIR"
 RUNTIME_DIR = "KEEPSTEP_RUNTIME_DIR"
 

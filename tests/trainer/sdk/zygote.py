@@ -6,6 +6,7 @@ Talks lines of JSON on stdin and stdout: ``{"env": ..., "out": ..., "err": ..., 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -112,7 +113,8 @@ class Child:
 
     def send(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and that is not heard of yet
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send(signal.SIGKILL)
