@@ -157,3 +157,14 @@ def test_a_share_is_kept() -> None:
 def test_an_unknown_test_is_no_verdict() -> None:
     report = selftest.run("flux", seed=1, seconds=0)
     assert (report.passed, report.why) == (None, "no such test; there are gemm, memory, all")
+
+
+def test_memory_that_failed_has_failed_without_torch_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "examine", lambda *_, **__: ["memory: 1 word differs"])
+    monkeypatch.setitem(sys.modules, "keepstep.probes.gemm_torch", None)
+    report = selftest.run("all", seed=1, seconds=0)
+    assert report.passed is False
+    assert report.failed == ("memory: 1 word differs",)
+    assert "torch is not there" in report.why
+    monkeypatch.setattr(memory, "examine", lambda *_, **__: [])
+    assert selftest.run("all", seed=1, seconds=0).passed is None

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
-import threading
 from typing import Any
 
 import msgspec
 
-from keepstep.cli.errors import DoorError
+from keepstep.cli.errors import DoorError, UsageError
 from keepstep.cli.render import check_form, paint
 from keepstep.cli.say import say
 
@@ -21,6 +21,12 @@ SLACK_S = 120.0
 def examine(test: str, *, seconds: float, seed: int, share: float, output: str) -> int:
     """0 when all is as it must be, 1 when not, or when the test could not be made."""
     form = check_form(output)
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise UsageError(f"--seconds {seconds:g} is no time to examine for", help="say a number above 0: --seconds 10")
+    if not 0 < share <= 1:
+        raise UsageError(
+            f"--share {share:g} is no share of the processors", help="say a number above 0 and up to 1: --share 0.1"
+        )
     words = [sys.executable, "-P", "-m", "keepstep.probes.selftest", "--until-eof", "--test", test]
     words += ["--seed", str(seed)]
     words += ["--seconds", str(seconds), "--share", str(share)]
@@ -50,15 +56,15 @@ def examine(test: str, *, seconds: float, seed: int, share: float, output: str) 
 
 def _read(process: subprocess.Popen[bytes], limit: float) -> tuple[bytes, bytes]:
     """All that it says, with its standard input left open until it has ended."""
-    watch = threading.Timer(limit, process.kill)
-    watch.start()
+    held, process.stdin = process.stdin, None  # ``communicate`` would close it
     try:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        said = process.stdout.read()
-        return said, process.stderr.read()
+        return process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()
     finally:
-        watch.cancel()
+        if held is not None:
+            held.close()
 
 
 def _page(report: dict[str, Any]) -> None:
@@ -70,6 +76,8 @@ def _page(report: dict[str, Any]) -> None:
     print(f"on {', '.join(report['devices']) or 'memory'}; digest {report['digest'] or '-'} (seed {report['seed']})")
     for line in report["failed"]:
         print(f"  {line}")
+    if report["why"]:
+        print(f"not all was examined: {report['why']}")
     if report["passed"]:
         print("nothing was wrong in this much work; a machine may still fail with other inputs, heat or voltage")
     else:

@@ -73,7 +73,8 @@ def run(test: str = "all", *, seed: int, seconds: float, share: float = 1.0, mib
     try:
         from keepstep.probes.gemm_torch import Product, devices, multiply, one_thread
     except ImportError as error:
-        return Report(test=test, seed=seed, passed=None, why=f"torch is not there: {error}", failed=tuple(failed))
+        passed = False if failed else None  # memory that failed has failed without torch, too
+        return Report(test=test, seed=seed, passed=passed, why=f"torch is not there: {error}", failed=tuple(failed))
     one_thread()
     products = [Product(case, seed + number) for number, case in enumerate(CASES)]
     there, times = devices(), multiply()
