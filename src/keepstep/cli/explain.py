@@ -16,7 +16,7 @@ from keepstep.cli.explain_history import history as history_of
 from keepstep.cli.explain_history import similar_row
 from keepstep.cli.explain_page import page, page_of_codes
 from keepstep.cli.explain_read import check, pieces, source_of
-from keepstep.core.diagnose.codes import meanings
+from keepstep.core.diagnose.codes import Meaning, meanings
 from keepstep.core.diagnose.explain import explain, explain_files
 from keepstep.core.diagnose.named import case_of, code_of
 from keepstep.core.diagnose.result import Diagnosis
@@ -30,6 +30,10 @@ LONGEST_JSON_LINE = 1 << 30
 def show_explanation(what: list[str], *, as_json: bool, jsonl: bool, history: list[str] | None = None) -> int:
     """Explain files, stdin or a code. Exit code 0 whatever the diagnosis is; the answer is on stdout."""
     before = _before(history or [])
+    if not all(name.strip() for name in what):
+        raise UsageError(
+            "'' names no file and no code", help="a log file, `-` for stdin, or a code: keepstep explain 137"
+        )
     if jsonl:
         return _each_line(what, before)
     if not what:
@@ -38,7 +42,7 @@ def show_explanation(what: list[str], *, as_json: bool, jsonl: bool, history: li
                 "explain what?", help="a log file, `-` for stdin, or a code as in `keepstep explain xid 79`"
             )
         what = ["-"]
-    known = [] if any(name == "-" or Path(name).exists() for name in what) else meanings(" ".join(what))
+    known = [] if any(name == "-" or Path(name).exists() for name in what) else _meanings(what)
     if known:
         if as_json:
             found = [msgspec.to_builtins(one) for one in known]
@@ -59,6 +63,14 @@ def show_explanation(what: list[str], *, as_json: bool, jsonl: bool, history: li
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         print(page(diagnosis, similar(case_of(diagnosis), before), colour=colour))
     return 0
+
+
+def _meanings(what: list[str]) -> list[Meaning]:
+    """Of one code in several words, or of several codes; none when one of these is no code."""
+    if (known := meanings(" ".join(what))) or len(what) == 1:
+        return list(known)
+    each = [meanings(word) for word in what]
+    return [one for found in each for one in found] if all(each) else []
 
 
 def answer(diagnosis: Diagnosis, before: Sequence[Past] = ()) -> dict[str, Any]:

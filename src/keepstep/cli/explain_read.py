@@ -27,10 +27,10 @@ _RANK = re.compile(r"(?:^|[_.-])r(?:ank)?[_-]?(\d{1,6})(?=\D|$)", re.IGNORECASE)
 def pieces(name: str) -> Iterator[bytes]:
     """The content of a file, or of stdin for ``-``, unpacked."""
     if name == "-":
-        yield from unpacked(_read(sys.stdin.buffer, "stdin"))
+        yield from unpacked(_read(sys.stdin.buffer, "stdin"), name="stdin")
         return
     with check(name).open("rb") as file:
-        yield from unpacked(_read(file, name))
+        yield from unpacked(_read(file, name), name=name)
 
 
 def check(name: str) -> Path:
@@ -74,9 +74,9 @@ def _read(file: BinaryIO, name: str) -> Iterator[bytes]:
         print(f"keepstep: {name} could be read up to byte {got} only: {error.strerror or error}", file=sys.stderr)
 
 
-def unpacked(data: Iterable[bytes], depth: int = 0) -> Iterator[bytes]:
+def unpacked(data: Iterable[bytes], depth: int = 0, *, name: str = "input") -> Iterator[bytes]:
     """Unpack gzip, bzip2, xz and zstd by their first bytes, also when packed twice; what cannot be unpacked any
-    further is left out."""
+    further is left out, and said on stderr."""
     source = iter(data)
     first = next(source, b"")
     while first and len(first) < MAGIC_BYTES and (more := next(source, b"")):
@@ -87,15 +87,16 @@ def unpacked(data: Iterable[bytes], depth: int = 0) -> Iterator[bytes]:
             yield first
             yield from source
         return
-    yield from unpacked(_unpack(make, first, source), depth + 1)
+    yield from unpacked(_unpack(make, first, source, name), depth + 1, name=name)
 
 
-def _unpack(make: Any, first: bytes, source: Iterator[bytes]) -> Iterator[bytes]:
-    unpacker = make()
+def _unpack(make: Any, first: bytes, source: Iterator[bytes], name: str) -> Iterator[bytes]:
+    unpacker, begun = make(), False
     try:
         for piece in _chain(first, source):
             rest = piece
             while rest:
+                begun = True
                 if isinstance(unpacker, _Zlib | bz2.BZ2Decompressor | lzma.LZMADecompressor):
                     yield unpacker.decompress(rest, UNPACKED_BYTES)
                     rest = b""
@@ -105,12 +106,15 @@ def _unpack(make: Any, first: bytes, source: Iterator[bytes]) -> Iterator[bytes]
                     yield unpacker.decompress(rest)
                     rest = b""
                 if unpacker.eof:  # Files that were joined with cat.
-                    rest, unpacker = unpacker.unused_data.lstrip(b"\0"), make()
+                    rest, unpacker, begun = unpacker.unused_data.lstrip(b"\0"), make(), False
     except (zlib.error, OSError, EOFError, lzma.LZMAError, ValueError):
-        return
+        begun = True
     except Exception as error:
         if type(error).__name__ != "ZstdError":
             raise
+        begun = True
+    if begun:
+        print(f"keepstep: {name} is truncated or damaged: read as far as it could be unpacked", file=sys.stderr)
 
 
 class _Zlib:
