@@ -133,11 +133,11 @@ def test_without_a_controller_the_log_is_read(
 def test_this_machine_is_examined(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """0 where all is right; 1 with the core where it is not."""
     pytest.importorskip("torch")
-    report = answered(capsys, "selftest", "--test", "gemm", "--seconds", "0")
+    report = answered(capsys, "selftest", "--test", "gemm", "--seconds", "0.01")
     assert (report["schema"], report["passed"], report["rounds"]) == ("keepstep.v1/SelfTest", True, 1)
     monkeypatch.setenv("KEEPSTEP_SELFTEST_MULTIPLY", "double_multiply_torch:nothing")
     monkeypatch.setenv("PYTHONPATH", str(PROBES))
-    code, out, _ = told(capsys, "selftest", "--test", "gemm", "--seconds", "0")
+    code, out, _ = told(capsys, "selftest", "--test", "gemm", "--seconds", "0.01")
     assert code == 1
     assert "FAILED" in out
     assert "256 rows and 256 columns are wrong" in out

@@ -181,8 +181,63 @@ def test_the_second_corruption_from_one_machine_convicts() -> None:
     flip(made)
     examined(made, "n1", passed=True)
     guard(made, "replicas", 3, step=40, why=WHY, since=32)
+    assert states(made, 2) == ["SUSPECTED"], "what came of it is not known yet"
+    assert evictions(made) == []
+    guard(made, "judged", 3, step=40, verdict="transient", why="done again")
     assert states(made, 2)[-1] == "CONFIRMED"
     assert [one.nodes for one in evictions(made)] == [("n1",)]
+
+
+def test_a_second_sighting_that_was_data_convicts_nobody() -> None:
+    made = fleet()
+    flip(made)
+    examined(made, "n1", passed=True)
+    flip(made, step=40, rank=3, verdict="data")
+    assert states(made, 2)[-1] == "CLEARED"
+    assert evictions(made) == []
+
+
+def test_seen_again_while_it_examines_itself() -> None:
+    """The verdict counts, not the sighting; and the machine, not the rank's number."""
+    made = fleet()
+    flip(made)
+    guard(made, "replicas", 2, step=40, why=WHY, since=32)
+    assert states(made)[-1] == "SOAK"
+    guard(made, "judged", 2, step=40, verdict="transient", why="done again")
+    assert states(made)[-1] == "CONFIRMED"
+    assert [one.nodes for one in evictions(made)] == [("n1",)]
+
+
+def test_machines_that_differ_in_turn_are_not_it() -> None:
+    """Ranks of both nodes, one after the other: what they have in common is at fault."""
+    made = fleet()
+    for number, rank in enumerate((0, 2, 1, 3), 1):
+        flip(made, step=10 * number, rank=rank)
+        examined(made, "n1" if rank > 1 else "n0", passed=True, request=number)
+    assert [states(made, number)[-1] for number in (1, 2, 3, 4)] == ["CLEARED"] * 4
+    assert evictions(made) == []
+
+
+def test_a_rank_that_takes_it_along_clears_the_machine() -> None:
+    """The suspect's rank has moved to another node and differs there, too."""
+    made = fleet()
+    flip(made)
+    made.lose("n1")
+    made.broken(0)
+    made.pump()
+    made.later(1.0)
+    made.pump()
+    assert case(made).state == "SOAK"
+    guard(made, "judged", 2, step=40, verdict="transient", why="done again")
+    assert case(made).state == "CLEARED"
+    assert "the same rank differs on n1 and x0" in case(made).why
+    assert evictions(made) == []
+
+
+def test_a_rank_that_is_none_accuses_nobody() -> None:
+    made = fleet()
+    guard(made, "replicas", -1, why=WHY, since=8)
+    assert case(made).nodes == ()
 
 
 def test_a_second_corruption_long_after_is_a_first_one() -> None:
@@ -259,7 +314,7 @@ def test_a_test_that_never_reports_ends_without_a_verdict() -> None:
     made.later(made.mind.policy.soak_s + made.mind.policy.soak_patience_s + 1)
     assert states(made)[-1] == "CLEARED"
     assert "no self-test came to an end" in case(made).why
-    guard(made, "replicas", 3, step=40, why=WHY, since=32)
+    flip(made, step=40, rank=3)
     assert states(made, 2)[-1] == "CONFIRMED"
 
 

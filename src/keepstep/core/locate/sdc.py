@@ -105,15 +105,14 @@ def confirm(draft: Draft, known: Investigation, why: str, evidence: tuple[str, .
 def _replicas(draft: Draft, fact: GuardNoted) -> None:
     job = draft.job
     known = _open_about(job, fact.ranks)
+    told_only = "goes back" not in fact.why and "stop" not in fact.why  # nothing will be done again
     if known is not None:
-        if known.state in ("VOTE", "SOAK") and fact.ranks:
-            confirm(draft, known, f"a second corruption: {fact.why}", (_line(fact),), TWICE)
-        return
+        if told_only and known.state in ("VOTE", "SOAK"):
+            _again(draft, known, fact)
+        return  # otherwise the steps are done again first: what comes of it is judged
     new = _begin(draft, fact, NAMED if fact.ranks else SEEN)
-    if draft.job.investigations[new.id].state == "CONFIRMED":
-        return
-    if "goes back" not in fact.why and "stop" not in fact.why:  # told only: nothing will be done again
-        _vote(draft, new, "nothing is done again (the guard only tells)")
+    if told_only:
+        _conclude(draft, new, "nothing is done again (the guard only tells)")
 
 
 def _judged(draft: Draft, fact: GuardNoted) -> None:
@@ -124,11 +123,12 @@ def _judged(draft: Draft, fact: GuardNoted) -> None:
                 tell(draft, fact, None)
             return
         known = _begin(draft, fact, NAMED)
-    elif fact.ranks and not known.ranks:
-        known = _named(draft, known, fact)
+        again = False
+    else:
+        again = known.state in ("VOTE", "SOAK")
+        if fact.ranks and not known.ranks:
+            known = _named(draft, known, fact)
     known = job.investigations[known.id]
-    if not known.open:
-        return
     if fact.verdict in ("data", "software"):
         _through(draft, known, "REPLAY", fact.why)
         move(draft, job.investigations[known.id], "CLEARED", f"{fact.verdict}: {fact.why}", evidence=(_line(fact),))
@@ -137,15 +137,57 @@ def _judged(draft: Draft, fact: GuardNoted) -> None:
     elif fact.verdict == "hardware":
         _through(draft, known, "REPLAY", fact.why)
         confirm(draft, job.investigations[known.id], fact.why, (_line(fact),), TWICE)
+    elif again:
+        _again(draft, known, fact)
     else:
         _through(draft, known, "REPLAY", fact.why)
-        _vote(draft, job.investigations[known.id], fact.why)
+        _conclude(draft, job.investigations[known.id], fact.why)
+
+
+def _conclude(draft: Draft, known: Investigation, why: str) -> None:
+    """It is neither data nor code, as far as doing it again can tell: was it this machine before?"""
+    before = _before(draft, known.nodes, but=known.id)
+    if before is not None and _stands_out(draft, known.nodes):
+        _through(draft, known, "VOTE", f"{before.id} suspected the same machine")
+        _second(draft, draft.job.investigations[known.id], before)
+    else:
+        _vote(draft, known, why)
+
+
+def _again(draft: Draft, known: Investigation, fact: GuardNoted) -> None:
+    """It was seen again while the suspect examines itself."""
+    nodes = nodes_of(draft.job, fact.ranks)
+    if known.nodes and set(fact.ranks) & set(known.ranks) and not set(nodes) & set(known.nodes):
+        why = f"the same rank differs on {' and '.join((*known.nodes, *nodes))}: code or data goes with it, no machine"
+        move(draft, known, "CLEARED", why, evidence=(_line(fact),))
+        return
+    lately = known.opened > draft.now - nanos(draft.policy.sdc_window_s)
+    if lately and set(nodes) & set(known.nodes) and _stands_out(draft, known.nodes, more=1):
+        confirm(draft, known, f"a second corruption: {fact.why}", (_line(fact),), TWICE)
+    else:
+        draft.note(f"{known.id}: seen again, and that convicts nobody: {_line(fact)}")
+
+
+def _stands_out(draft: Draft, nodes: tuple[NodeId, ...], *, more: int = 0) -> bool:
+    """Whether these machines were suspected more than twice as often as all others within the window.
+
+    Where several machines differ in turn, something that they have in common is at fault.
+
+    Args:
+        more: sightings of these machines that no investigation of its own was opened for.
+    """
+    since = draft.now - nanos(draft.policy.sdc_window_s)
+    seen = [
+        bool(set(one.nodes) & set(nodes))
+        for one in draft.job.investigations.values()
+        if one.nodes and one.opened > since and not _exonerated(one)
+    ]
+    return sum(seen) + more > 2 * (len(seen) - sum(seen))
 
 
 def _begin(draft: Draft, fact: GuardNoted, probability: float) -> Investigation:
-    """Suspect, mark what may be spoilt, and tell; a machine that was suspected lately is convicted at once."""
+    """Suspect, mark what may be spoilt, and tell. Nobody is convicted before it is known what came of it."""
     job = draft.job
-    before = _before(draft, nodes_of(job, fact.ranks))
     since = fact.since if fact.since is not None else fact.step
     incident = tell(draft, fact, None)
     draft.emit(
@@ -169,9 +211,6 @@ def _begin(draft: Draft, fact: GuardNoted, probability: float) -> Investigation:
     new = job.investigations[investigation_id(job, job.investigation_count)]
     if fact.since is not None:
         order_taint(draft, new, before=fact.at)
-    if before is not None:
-        move(draft, new, "VOTE", f"{before.id} suspected the same machine")
-        _second(draft, job.investigations[new.id], before)
     return job.investigations[new.id]
 
 
@@ -180,10 +219,7 @@ def _named(draft: Draft, known: Investigation, fact: GuardNoted) -> Investigatio
     nodes = nodes_of(draft.job, fact.ranks)
     if known.state in ("SUSPECTED", "REPLAY"):
         move(draft, known, "VOTE", fact.why, ranks=fact.ranks, nodes=nodes, evidence=(_line(fact),), probability=NAMED)
-    new = draft.job.investigations[known.id]
-    tell(draft, fact, new.incident)
-    if (before := _before(draft, nodes, but=known.id)) is not None:
-        _second(draft, new, before)
+    tell(draft, fact, draft.job.investigations[known.id].incident)
     return draft.job.investigations[known.id]
 
 
@@ -252,7 +288,7 @@ def investigation_id(job: Job, number: int) -> str:
 def nodes_of(job: Job, ranks: tuple[Rank, ...]) -> tuple[NodeId, ...]:
     """The nodes of these ranks in the present roster; ranks that it does not have are passed over."""
     assert job.roster is not None
-    held = [job.seat_of(rank).node for rank in ranks if rank < job.roster.world_size]
+    held = [job.seat_of(rank).node for rank in ranks if 0 <= rank < job.roster.world_size]
     return tuple(dict.fromkeys(held))
 
 

@@ -43,7 +43,7 @@ def tell(draft: Draft, fact: GuardNoted, known: IncidentId | None) -> IncidentId
         open_incident(draft, f"guard: {fact.why}", fact.at)
         draft.move_incident("LOCATING", "training has dealt with it by itself; looking for whose fault it was")
     name = known or draft.incident.id
-    seats = [job.seat_of(rank) for rank in fact.ranks if job.roster and rank < job.roster.world_size]
+    seats = [job.seat_of(rank) for rank in fact.ranks if job.roster and 0 <= rank < job.roster.world_size]
     machine = fact.verdict not in ("data", "software")
     passed = fact.verdict == "transient" and not fact.ranks
     cause = "numbers were wrong once, and right when the step was done again" if passed else _CAUSE[fact.verdict]
