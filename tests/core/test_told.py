@@ -209,6 +209,28 @@ def test_a_node_is_known_by_its_own_names(name: str) -> None:
     assert fleet.job.nodes[NodeId("n0")].health == "QUARANTINED"
 
 
+QUOTED = "batch text: NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
+
+
+def test_a_quoted_kernel_message_evicts_nobody() -> None:
+    """The program failed by its own exception; a kernel message in its output is data that it printed."""
+    fleet = running(standby_nodes=1)
+    error = UserError(type="ValueError", message="bad batch", file="train.py", line=40)
+    fleet.kill(1, code=1, error=error, stderr_tail=(QUOTED,))
+    fleet.pump()
+    assert fleet.job.nodes[NodeId("n0")].health != "QUARANTINED"
+    assert [one.category for one in fleet.job.incidents.values()] == ["user_code"]
+    assert not fleet.job.proposals
+
+
+@pytest.mark.parametrize(("signal", "testable"), [(0, True), (6, False)])
+def test_words_alone_leave_a_node_only_until_it_has_examined_itself(signal: int, testable: bool) -> None:
+    fleet = running(standby_nodes=1)
+    fleet.kill(1, code=None if signal else 1, signal=signal or None, first_error=FELL)
+    fleet.pump()
+    assert [one.testable for one in fleet.job.proposals.values()] == [testable]
+
+
 def test_only_echoes_are_nobodys_fault() -> None:
     """All ranks of a plain script time out and leave with code 1: no user is blamed for it."""
     fleet = running(sdk=False)

@@ -32,6 +32,8 @@ class Proposal(Struct, frozen=True, kw_only=True):
     why: str
     testable: bool = False
     """A self-test that its nodes pass clears them."""
+    origin: str = ""
+    """``straggler``: it rests on measured windows, and ends with them."""
     carried: Nanos = Nanos(0)
     """When the epoch without these nodes was opened."""
 

@@ -69,6 +69,7 @@ def _proposal(job: Job, record: ProposalMoved) -> None:
             cost_if_wrong=record.cost_if_wrong,
             held=record.held,
             testable=record.testable,
+            origin=record.origin,
             opened=record.at,
             at=record.at,
             by=record.by,

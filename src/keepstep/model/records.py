@@ -186,6 +186,8 @@ class ProposalMoved(Record, frozen=True, kw_only=True):
     held: str = ""
     testable: bool = False
     """Only suspicion speaks against the nodes: a self-test that they pass clears them."""
+    origin: Literal["", "straggler"] = ""
+    """What it rests on: ``straggler`` ends with the windows that show it; empty is any other reason."""
 
 
 class AutomationMoved(Record, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from keepstep.core.cases import Proposal
-from keepstep.core.decide.limits import usual_mode
+from keepstep.core.decide.limits import AUTO, usual_mode
 from keepstep.core.decide.proposals import move
 from keepstep.core.decide.undo import undo, undo_refusal, undone
 from keepstep.core.detect import deadlines
@@ -42,6 +42,8 @@ def _asked(fact: OperatorSaid) -> str:
 
 def refusal(job: Job, fact: OperatorSaid) -> str:
     """Why this cannot be done, and what can be done instead; empty when it can, or when it is so already."""
+    if fact.by in ("", AUTO):
+        return f"{fact.by!r} is nobody who could have said it: say by whom it is asked for"
     match fact.verb:
         case "ack":
             return _unknown_incident(job, fact.subject)
@@ -67,9 +69,11 @@ def already(job: Job, fact: OperatorSaid) -> str:
             into = job.incidents[IncidentId(fact.subject)].merged
             return f"it is part of {into} already" if into == fact.other else ""
         case "approve" | "reject":
-            state = job.proposals[fact.subject].state
+            one = job.proposals[fact.subject]
+            if fact.verb == "approve" and one.state == "APPROVED" and one.by == AUTO:
+                return ""  # the limits may hold it back by now; a person's yes goes beyond them
             done = ("APPROVED", "CARRIED_OUT") if fact.verb == "approve" else _ENDED_ALREADY
-            return f"it is {state} already" if state in done else ""
+            return f"it is {one.state} already" if one.state in done else ""
         case "undo":
             return undone(job, fact.subject)
         case "freeze":
@@ -111,7 +115,7 @@ def _against_verdict(job: Job, fact: OperatorSaid) -> str:
         return ""
     if one.state in _ENDED_ALREADY:
         return f"{one.id} is {one.state}: {one.why}; it is proposed anew when its reason is seen again"
-    if one.state == "PROPOSED" and job.automation == "frozen":
+    if (one.state == "PROPOSED" or one.by == AUTO) and one.open and job.automation == "frozen":
         return f"automation of job {job.id} is frozen, so nothing would be done; `keepstep thaw {job.id}` first"
     return ""
 

@@ -14,6 +14,7 @@ PROPOSAL = Machine(
             "EXPIRED": "nobody has decided in time",
         },
         "APPROVED": {
+            "APPROVED": "a person has said yes to what the limits had let pass, and may hold back by now",
             "CARRIED_OUT": "the epoch without these nodes is open",
             "REJECTED": "its reason is gone, or a node of it was lost before",
             "EXPIRED": "no spare node has come in time",

@@ -2,8 +2,9 @@
 
 ``propose`` is for whoever suspects a node that lives: stragglers, silent corruption, processes that fail too often. It
 only writes down what is thought and whether it may be done; ``recover.swap`` carries out what is approved as soon as
-the job can take it (a spare node is there, no other incident is open). Evidence ages: a proposal that was held is
-looked at again only when its reason is seen again, and it ends when nobody has decided in time.
+the job can take it (a spare node is there, no other incident is open). Evidence ages: a swap that was held is looked at
+again only when its reason is seen again; an eviction, whose reason stays, whenever the limits let it pass. Both end
+when nobody has decided in time.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from keepstep.model.settings import Policy
 from keepstep.model.topology import Roster
 
 Kind = Literal["swap", "evict"]
+Origin = Literal["", "straggler"]
 _COST = "a healthy node stands idle until it is taken back (`keepstep undo`)"
 
 
@@ -38,10 +40,12 @@ def propose(
     cost_if_wrong: str = _COST,
     incident: IncidentId | None = None,
     testable: bool = False,
+    origin: Origin = "",
 ) -> None:
     """Propose to take living nodes out; say it as often as it is seen.
 
-    While a proposal that covers these nodes is open, or a person has refused one within the hour, nothing is added.
+    While a proposal that covers these nodes is open, or a person has refused one within the hour, nothing is added;
+    but a stronger reason takes the place of a weaker one, and keeps the yes that a person has given to it.
     Within the limits of mode ``auto`` it is approved at once, and carried out with the same decision if that can be.
 
     Args:
@@ -51,15 +55,19 @@ def propose(
         reason: one sentence.
         rejected: alternatives, each with why it was not taken.
         testable: only suspicion speaks against the nodes, so they come back when they pass a self-test (``examine``).
+        origin: ``straggler`` for what ends with the windows that show it.
     """
     job = draft.job
     living = tuple(name for name in dict.fromkeys(nodes) if lives(job, name))
     if job.over or not living or refused_lately(draft, living):
         return
-    if known := covering(job, living):
+    known = covering(job, living)
+    if known and _strength(kind, origin, testable) <= _strength(known.kind, known.origin, known.testable):
         approve_by_itself(draft, known)
         return
     name = f"{job.id}-p{job.proposal_count + 1}"
+    if known:
+        move(draft, known, "REJECTED", by=AUTO, why=f"{name} takes its place: {reason}")
     draft.emit(
         ProposalMoved(
             job=job.id,
@@ -78,10 +86,18 @@ def propose(
             cost_if_wrong=cost_if_wrong,
             held=objection(job, living, draft.now, draft.policy),
             testable=testable,
+            origin=origin,
         )
     )
     draft.wake(deadlines.proposal(name), draft.policy.approve_s)
+    if known and known.state == "APPROVED" and known.by != AUTO:
+        move(draft, job.proposals[name], "APPROVED", by=known.by, why=f"as {known.id} was: {known.why}")
     approve_by_itself(draft, job.proposals[name])
+
+
+def _strength(kind: str, origin: str, testable: bool) -> tuple[bool, bool, bool]:
+    """Ordered: corruption over failures, failures over slowness, proof over suspicion."""
+    return kind == "evict", origin != "straggler", not testable
 
 
 def lives(job: Job, name: NodeId) -> bool:
@@ -114,6 +130,20 @@ def approve_by_itself(draft: Draft, one: Proposal) -> None:
     if one.state == "PROPOSED" and not objection(draft.job, one.nodes, draft.now, draft.policy, own=one.id):
         move(draft, one, "APPROVED", by=AUTO, why="within the limits of mode auto")
         draft.wake(deadlines.proposal(one.id), draft.policy.capacity_s)
+
+
+def reconsider(draft: Draft) -> None:
+    """Approve held evictions that the limits let pass by now: a mode was set, the breaker has closed. A slow node must
+    be seen to be slow again; corruption does not get better with time."""
+    for one in [one for one in draft.job.proposals.values() if one.state == "PROPOSED" and one.kind == "evict"]:
+        approve_by_itself(draft, one)
+
+
+def held_now(job: Job, one: Proposal, now: Nanos, policy: Policy) -> str:
+    """What holds back a proposal now; of one that is over, what held it back."""
+    if one.state == "PROPOSED":
+        return objection(job, one.nodes, now, policy, own=one.id)
+    return may_go_on(job, one, now, policy) if one.state == "APPROVED" else one.held
 
 
 def may_go_on(job: Job, one: Proposal, now: Nanos, policy: Policy) -> str:
@@ -178,6 +208,15 @@ def time_is_over(draft: Draft, name: str) -> None:
             or "it could not be carried out in time: no spare node, or no calm moment"
         )
     move(draft, one, "EXPIRED", by=AUTO, why=why)
+
+
+def measure_anew(draft: Draft) -> None:
+    """A new epoch forgets the windows before it, so swaps that rest on them end; what is still slow is seen again."""
+    job = draft.job
+    for one in [one for one in job.proposals.values() if one.open and one.origin == "straggler"]:
+        if any(lives(job, name) and job.in_roster(name) for name in one.nodes):
+            why = f"its reason is gone: epoch {show_epoch(job.epoch)} is open, steps are measured anew"
+            move(draft, one, "REJECTED", by=AUTO, why=why)
 
 
 def settle(draft: Draft) -> None:

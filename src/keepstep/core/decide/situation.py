@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keepstep.core.decide.budgets import budget, came_back, fault_class
 from keepstep.core.decide.ladder import LADDER, Situation
-from keepstep.core.decide.proposals import covering, leaving, may_go_on
+from keepstep.core.decide.proposals import covering, held_now, leaving
 from keepstep.core.draft import nanos
 from keepstep.core.health.machine import USABLE
 from keepstep.core.state import Incident, Job, Node, seat_key
@@ -129,9 +129,7 @@ def _evictions(job: Job, incident: Incident, now: Nanos, policy: Policy, spares:
     blamed = repeat_offender(job, incident, now, policy)
     if blamed is None or (one := covering(job, (blamed,))) is None:
         return (), ""
-    why = (
-        (may_go_on(job, one, now, policy) or "its state has no copy elsewhere") if one.state == "APPROVED" else one.held
-    )
+    why = held_now(job, one, now, policy) or "its state has no copy elsewhere"
     return (), f"node {blamed} is to blame, but {why} ({one.id})"
 
 

@@ -183,7 +183,7 @@ def _over(draft: Draft, one: StragglerNoted, why: str) -> None:
         )
     )
     for proposal in list(draft.job.proposals.values()):
-        if proposal.open and proposal.kind == "swap" and proposal.nodes == one.nodes:
+        if proposal.open and proposal.origin == "straggler" and proposal.nodes == one.nodes:
             proposals.move(draft, proposal, "REJECTED", by=AUTO, why=f"its reason is gone: {why}")
 
 
@@ -224,6 +224,7 @@ def _swap(draft: Draft, finding: Finding) -> None:
             f"wait: {gain * 100:.0f} % of the job's time is lost for as long as it lasts",
             "restart its processes: neither data, collections, snapshots nor a neighbour explains it",
         ),
+        origin="straggler",
     )
 
 

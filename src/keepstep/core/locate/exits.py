@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -38,6 +39,14 @@ _ECHOES = (
 """What gloo, NCCL and the rendezvous store say when *another* process has gone."""
 
 
+_KERNEL = re.compile(r"nvrm|\bs?xid\b|machine check|\bmce\b|hardware error|\bedac\b", re.IGNORECASE)
+"""What the kernel writes to its own log; a worker that writes it quotes somebody, if only its own data."""
+_DRIVER_TYPES = re.compile(r"accelerator|cuda|cudnn|cublas|nccl|distbackend|\bhip", re.IGNORECASE)
+_DRIVER_WORDS = re.compile(r"cuda|cudnn|cublas|nccl|nvml|\bhip\b|ecc error|device-side", re.IGNORECASE)
+
+_DEVICE_WORDS = re.compile(r"cuda (error|failure)|hip error|uncorrectable|\becc\b|\bs?xid\b", re.IGNORECASE)
+
+
 class Judgement(Struct, frozen=True, kw_only=True):
     """Attributes:
     consequence: a victim of another fault, not a culprit.
@@ -57,7 +66,7 @@ def overruled(fact: WorkerExited, judged: Judgement, told: Told, seat: str) -> J
     program got over long before.
     """
     from_outside = fact.signal in _FROM_OUTSIDE and fact.signal != _BUS
-    if fact.killed_by_us:
+    if fact.killed_by_us or (_clean_error(fact) and told.evidence and _KERNEL.search(told.evidence[0])):
         return judged
     if seat in told.seats and told.root_cause:
         if from_outside and told.category != "infrastructure":
@@ -72,6 +81,27 @@ def overruled(fact: WorkerExited, judged: Judgement, told: Told, seat: str) -> J
     if seat in told.echoes or (told.root_cause and fact.error is None and not fact.signal and fact.code is not None):
         return replace(judged, category="transient", consequence=True, probability=0.8)
     return judged
+
+
+def by_driver(fact: WorkerExited) -> bool:
+    """Whether its own exception comes from the driver or from NCCL, or a signal ended it: more than words."""
+    if fact.signal:
+        return not fact.killed_by_us and not echoes(fact)
+    error = fact.error
+    if error is None:
+        return False
+    plain = error.type.rpartition(".")[2] == "RuntimeError"
+    return bool(_DRIVER_TYPES.search(error.type)) or (plain and bool(_DRIVER_WORDS.search(error.message)))
+
+
+def broken_device(words: str) -> bool:
+    """Whether the error of a broken collective is of the rank's own device, not of a peer that has gone."""
+    return bool(_DEVICE_WORDS.search(words))
+
+
+def _clean_error(fact: WorkerExited) -> bool:
+    """An exception of the program's own, which no kernel message in its output explains."""
+    return fact.error is not None and not fact.error.consequence and not by_driver(fact)
 
 
 def signal_name(number: int) -> str:

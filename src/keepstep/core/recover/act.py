@@ -12,10 +12,11 @@ from msgspec.structs import replace
 
 from keepstep.core.decide.budgets import budget, came_back
 from keepstep.core.decide.ladder import Plan, choose
-from keepstep.core.decide.proposals import cleared_before, propose, settle
+from keepstep.core.decide.proposals import cleared_before, measure_anew, propose, settle
 from keepstep.core.decide.situation import lost_nodes, repeat_offender, spare_nodes, survey, vacant_ranks
 from keepstep.core.detect import deadlines
 from keepstep.core.draft import Draft, nanos
+from keepstep.core.locate.exits import broken_device, by_driver
 from keepstep.core.locate.faults import Fault
 from keepstep.core.locate.past import alike
 from keepstep.core.recover import rosters
@@ -152,7 +153,15 @@ def _accuse(draft: Draft) -> None:
         probability=incident.probability,
         rejected=("keep the node: its next process would probably fail, too",),
         incident=incident.id,
-        testable=incident.leave != name and not cleared_before(job, name),
+        testable=not (incident.leave == name and _proven(job, name)) and not cleared_before(job, name),
+    )
+
+
+def _proven(job: Job, name: NodeId) -> bool:
+    """Whether more than words speak against a node: an error of its driver or NCCL, a signal."""
+    exits = [fact for key, fact in job.exits.items() if key in job.seats and fact.node == name]
+    return any(map(by_driver, exits)) or any(
+        fact.node == name and broken_device(fact.error) for fact in job.broken.values()
     )
 
 
@@ -174,6 +183,7 @@ def _part(draft: Draft) -> None:
         probability=0.5,
         rejected=(f"keep both: attempt {incident.attempts} with both led to no new step",),
         incident=incident.id,
+        testable=not cleared_before(job, going),
     )
 
 
@@ -274,6 +284,7 @@ def enter(draft: Draft, roster: Roster) -> None:
     draft.clear(*_EVIDENCE, deadlines.PAUSE, deadlines.STORE, deadlines.CAPACITY, deadlines.VERIFY, deadlines.SETTLE)
     limit_s = draft.policy.first_start_s if new else draft.policy.rebuild_s
     draft.wake(deadlines.REBUILD, limit_s + roster.boundary_s)
+    measure_anew(draft)
 
 
 def order_join(draft: Draft, node: NodeId) -> None:

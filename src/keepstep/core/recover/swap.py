@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from keepstep.core.cases import Proposal
 from keepstep.core.decide.limits import AUTO
-from keepstep.core.decide.proposals import leaving, lives, may_go_on, settle
+from keepstep.core.decide.proposals import leaving, lives, may_go_on, reconsider, settle
 from keepstep.core.decide.situation import spare_nodes
 from keepstep.core.detect import deadlines
 from keepstep.core.draft import Draft
@@ -28,6 +28,7 @@ def carry_out(draft: Draft) -> None:
     job = draft.job
     if not any(one.open for one in job.proposals.values()):
         return
+    reconsider(draft)
     _retire_spares(draft)
     settle(draft)
     if not calm(job):
