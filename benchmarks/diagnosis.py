@@ -31,6 +31,7 @@ from benchmarks.diagnosis_cases import (
     CATEGORIES,
     FIELDS,
     FILES,
+    UNREAD,
     Case,
     cases,
     families,
@@ -79,7 +80,7 @@ def verdict(got: Diagnosis) -> tuple[object, ...]:
 
 def main() -> int:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("--files", nargs="+", choices=FILES, default=list(FILES), help="which logs")
+    ask.add_argument("--files", nargs="+", choices=FILES + UNREAD, default=list(FILES), help="which logs")
     ask.add_argument("--size-mb", type=int, default=200, help="of the large log; 0 leaves it out")
     ask.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     ask.add_argument("--show-wrong", action="store_true", help="expected and got of each wrong answer, on stderr")
