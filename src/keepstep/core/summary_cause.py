@@ -15,7 +15,9 @@ def cause_lines(guilty: SuspectNamed | None) -> list[str]:
     if guilty is None or not guilty.root_cause:
         return []
     name = guilty.root_cause.partition(":")[0]
-    lines = [f"cause:  {name} ({guilty.category}); keepstep explain {guilty.code or name}"]
+    word = guilty.code or name
+    quoted = f"'{word}'" if " " in word else word
+    lines = [f"cause:  {name} ({guilty.category}); keepstep explain {quoted}"]
     if guilty.leave and guilty.node:
         lines.append(
             f"        a process of {guilty.node} itself says that the node is broken: its ranks are to leave it"

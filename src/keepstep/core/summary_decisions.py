@@ -66,7 +66,8 @@ def proposal_lines(records: Iterable[AnyRecord]) -> list[str]:
         what = f"{opened.kind} of node {', '.join(opened.nodes)} " if opened.nodes else ""
         match move.to:
             case "PROPOSED":
-                way_out = f"{opened.held}; keepstep approve {name} | keepstep reject {name}"
+                held = f"{opened.held}; " if opened.held else ""
+                way_out = f"{held}keepstep approve {name} | keepstep reject {name}"
             case "APPROVED":
                 way_out = f"waits for a spare node and a calm moment; keepstep reject {name}"
             case "CARRIED_OUT":
