@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.core.cases import Investigation
+from keepstep.core.state import INVESTIGATIONS_KEPT
 from keepstep.core.summary import incident_block
 from keepstep.model.actions import SelfTest, TaintCheckpoints
 from keepstep.model.facts import GuardNoted, OperatorSaid, SelfTestDone
@@ -419,3 +420,41 @@ def test_an_open_incident_is_not_disturbed() -> None:
     guard(made, "replicas", 2, why=WHY, since=8)
     assert case(made).incident is None
     assert len(made.job.incidents) == 1
+
+
+def test_a_case_that_a_person_clears_takes_its_proposal_along() -> None:
+    """Convicted while no spare node was there, cleared, and then one comes: the node stays."""
+    made = running()
+    flip(made, verdict="hardware")
+    assert [one.state for one in made.job.proposals.values()] == ["APPROVED"]
+    says(made, "sdc-close", "lm-sdc1", "CLEARED")
+    assert [one.state for one in made.job.proposals.values()] == ["REJECTED"]
+    made.connect("x0", standby=True)
+    made.pump()
+    assert made.job.in_roster(NodeId("n1"))
+
+
+def test_a_soak_that_a_person_orders_ends_without_a_report() -> None:
+    made = fleet()
+    says(made, "sdc-open", "", "", 2)
+    says(made, "sdc-step", "lm-sdc1", "SOAK")
+    assert case(made).state == "SOAK"
+    made.later(made.mind.policy.soak_s + made.mind.policy.soak_patience_s + 1)
+    assert case(made).state == "CLEARED"
+
+
+def test_nobody_speaks_as_automation_about_a_case() -> None:
+    made = fleet()
+    made.tell(OperatorSaid(job=JOB, at=made.now, verb="sdc-open", by="auto", ranks=(Rank(2),), why="seen"))
+    assert not made.job.investigations
+
+
+def test_an_open_case_is_never_forgotten() -> None:
+    """However many are opened and closed after it."""
+    made = running()
+    says(made, "sdc-open", "", "", 2)
+    for number in range(2, INVESTIGATIONS_KEPT + 4):
+        says(made, "sdc-open", "", "", 0)
+        says(made, "sdc-close", f"lm-sdc{number}", "CLEARED")
+    assert case(made).open
+    assert len(made.job.investigations) == INVESTIGATIONS_KEPT

@@ -18,6 +18,9 @@ from keepstep.model.records import (
     StragglerNoted,
 )
 
+BREAKER_NS = 3_600 * 1_000_000_000
+"""Evictions of the last hour are remembered whatever comes after them: the breaker counts them."""
+
 
 def fold_decision(
     job: Job, record: ProposalMoved | AutomationMoved | IncidentMarked | InvestigationMoved | StragglerNoted
@@ -76,7 +79,8 @@ def _proposal(job: Job, record: ProposalMoved) -> None:
             why=record.why,
         )
         surplus = max(0, len(job.proposals) - PROPOSALS_KEPT)
-        for old in [one.id for one in job.proposals.values() if not one.open][:surplus]:
+        over = [one.id for one in job.proposals.values() if not (one.open or one.carried > record.at - BREAKER_NS)]
+        for old in over[:surplus]:
             del job.proposals[old]
         return
     PROPOSAL.check(known.state, record.to)
@@ -125,8 +129,9 @@ def _investigation(job: Job, record: InvestigationMoved) -> None:
             history=(line,),
             incident=record.incident,
         )
-        while len(job.investigations) > INVESTIGATIONS_KEPT:
-            del job.investigations[next(iter(job.investigations))]
+        surplus = max(0, len(job.investigations) - INVESTIGATIONS_KEPT)
+        for old in [one.id for one in job.investigations.values() if not one.open][:surplus]:
+            del job.investigations[old]
         return
     INVESTIGATION.check(known.state, record.to)
     job.investigations[known.id] = replace(

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import get_args
 
+from keepstep.core.cases import Investigation
+from keepstep.core.decide import proposals
+from keepstep.core.decide.limits import AUTO
+from keepstep.core.detect import deadlines
 from keepstep.core.draft import Draft
 from keepstep.core.exceptions import IllegalMove
 from keepstep.core.locate.investigation_machine import INVESTIGATION
@@ -30,14 +34,26 @@ def investigation_said(draft: Draft, fact: OperatorSaid) -> None:
     move(draft, known, to, fact.why, by=fact.by)
     if to == "CLEARED":
         clear_taint(draft, draft.job.investigations[known.id])
+        _withdraw(draft, known, fact)
     elif to == "SOAK":
         tested = order_soak(draft, draft.job.investigations[known.id])
         if not tested:
             draft.note(f"{known.id}: no self-test is ordered: no suspect can be reached, or Policy.soak_s is 0")
+        draft.wake(deadlines.soak(known.id), draft.policy.soak_s + draft.policy.soak_patience_s)
+
+
+def _withdraw(draft: Draft, known: Investigation, fact: OperatorSaid) -> None:
+    """What was proposed because of a verdict ends with it; what has been done is for ``keepstep undo``."""
+    for one in [one for one in draft.job.proposals.values() if one.open and one.kind == "evict"]:
+        if one.nodes == known.nodes:
+            why = f"{known.id} was cleared by {fact.by}" + (f": {fact.why}" if fact.why else "")
+            proposals.move(draft, one, "REJECTED", by=fact.by, why=why)
 
 
 def refusal(job: Job, fact: OperatorSaid) -> str:
     """Why this cannot be done; empty when it can."""
+    if fact.by in ("", AUTO):
+        return f"{fact.by!r} is nobody who could have said it: say by whom it is asked for"
     if job.over or job.roster is None:
         return f"job {job.id} is {job.state}"
     if fact.verb == "sdc-open":
