@@ -458,3 +458,16 @@ def test_an_open_case_is_never_forgotten() -> None:
         says(made, "sdc-close", f"lm-sdc{number}", "CLEARED")
     assert case(made).open
     assert len(made.job.investigations) == INVESTIGATIONS_KEPT
+
+
+def test_a_mark_that_a_node_did_not_hear_of_reaches_it_later() -> None:
+    """Its connection is down while the marks are ordered, and a new epoch is opened before it is back."""
+    made = running(standby_nodes=1)
+    made.agents[NodeId("n1")].linked = False
+    flip(made)
+    made.kill(0)
+    for _ in range(3):
+        made.pump()
+    assert made.job.epoch > orders(made, TaintCheckpoints)[0].epoch
+    waiting = [order for order in made.mind.pending_orders(NodeId("n1")) if isinstance(order, TaintCheckpoints)]
+    assert [order.since for order in waiting] == [8]

@@ -132,8 +132,8 @@ class Supervisor:
             return f"order {action.id} is for node {action.node} of job {action.job}, not for this one"
         if self.stopping and not isinstance(action, StopJob):
             return "this node is leaving the job"
-        if isinstance(action, StopJob | KeepStandbys | Join):
-            # Stopping is always right and a number of standbys seats nobody; a Join is fenced by its roster.
+        if isinstance(action, StopJob | KeepStandbys | Join | TaintCheckpoints):
+            # Stopping is always right, standbys and marks seat nobody, and a Join is fenced by its roster.
             return None
         roster = self._node.roster
         if roster is not None and action.epoch < roster.epoch:

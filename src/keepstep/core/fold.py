@@ -29,7 +29,16 @@ from keepstep.core.state import (
     UserFault,
     seat_key,
 )
-from keepstep.model.actions import EXAMINATIONS, Join, KeepStandbys, KillProcess, SelfTest, StopJob, TakeStacks
+from keepstep.model.actions import (
+    EXAMINATIONS,
+    Join,
+    KeepStandbys,
+    KillProcess,
+    SelfTest,
+    StopJob,
+    TaintCheckpoints,
+    TakeStacks,
+)
 from keepstep.model.ids import Nanos, NodeId
 from keepstep.model.records import (
     AnyRecord,
@@ -239,7 +248,7 @@ def _epoch_opened(job: Job, record: EpochOpened) -> None:
             job.store_node = node
     job.used_stores = (*job.used_stores, f"{roster.store_host}:{roster.store_port}")[-STORES_REMEMBERED:]
     for action in list(job.orders.values()):
-        if not isinstance(action, StopJob):
+        if not isinstance(action, StopJob | TaintCheckpoints):  # what is spoilt stays so, whoever trains
             del job.orders[action.id]
             if isinstance(action, KeepStandbys):
                 job.standby_orders.pop(action.node, None)
