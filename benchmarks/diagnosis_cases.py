@@ -16,7 +16,7 @@ from keepstep.core.diagnose.result import Culprit, Diagnosis
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "diagnosis" / "cases"
 FILES = ("published", "own", "heldout", "heldout2")
-UNREAD = ("heldout3", "heldout4")
+UNREAD = ("heldout3", "heldout4", "heldout5")
 """Logs that no rule was written for: they tell how well others are understood, and are held to no bound."""
 CATEGORIES = ("infrastructure", "user_code", "data", "transient", "none")
 FIELDS = ("node", "gpu", "rank", "file", "line")
