@@ -12,6 +12,7 @@ from pathlib import Path
 from agent_rig import AgentProcess, FakeController, join, joined, roster_of, shim_pids, until
 
 from keepstep.agent.config import Program
+from keepstep.model import env as names
 from keepstep.model.facts import ActionDone, ActionFailed, WorkerExited
 from keepstep.model.ids import Rank
 
@@ -146,6 +147,7 @@ def test_shim_that_is_just_being_started_does_not_outlive_the_agent(node_dir: Pa
 
     async def story() -> None:
         async with rig(node_dir, tmp_path) as (_, agent):
+            await until(lambda: _connected(str(node_dir)))  # a first shim that never answers is another story
             shim = agent.shim_pid()
             os.kill(shim, signal.SIGKILL)
             successors: list[int] = []
@@ -156,3 +158,9 @@ def test_shim_that_is_just_being_started_does_not_outlive_the_agent(node_dir: Pa
                 assert is_gone(successors[0])
 
     asyncio.run(story())
+
+
+def _connected(node_dir: str) -> bool:
+    """Whether the shim of this node has accepted a connection (state 03 of the kernel's table of local sockets)."""
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return any(len(row) > 7 and row[5] == "03" and row[7] == f"{node_dir}/{names.SHIM_SOCKET}" for row in rows)
